@@ -10,7 +10,15 @@ from ...base.errors import BadInput
 from .family import Choices, Choose
 from .shape_rules import Config, ShapeRules
 from .shapes import Experts, ModelShape
-from .spec_parts import LayerParts, Names, NotCovered, RopeSpec, RouterSpec, StateMixer, rope_options
+from .spec_parts import (
+    LayerParts,
+    Names,
+    NotCovered,
+    RopeSpec,
+    RouterSpec,
+    StateMixer,
+    rope_options,
+)
 
 BIASED_ATTENTION = ShapeRules(qkv_bias="attention_bias", output_bias="attention_bias")
 QK_NORM = ShapeRules(qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True)

@@ -237,7 +237,9 @@ FAMILIES = (
             BIASED_ATTENTION,
             defaults={
                 **_DEFAULTS,
-                **{"num_key_value_heads": 4, "max_position_embeddings": 8192, "vocab_size": 256000},
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 8192,
+                "vocab_size": 256000,
             },
             windows=full_every(2, "sliding_window", "sliding_window_pattern"),
             norms_per_layer=4,

@@ -116,7 +116,9 @@ FAMILIES = (
         "seed_oss",
         replace(_BIASED, output_bias="attention_out_bias"),
         plain_ropes,
-        gguf=GgufRules("seed_oss", GGUF_DENSE, defaults={"head_dim": 128, "num_key_value_heads": 8}),
+        gguf=GgufRules(
+            "seed_oss", GGUF_DENSE, defaults={"head_dim": 128, "num_key_value_heads": 8}
+        ),
     ),
     ModelFamily(
         "smollm3",

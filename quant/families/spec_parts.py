@@ -94,7 +94,7 @@ _NEEDED_BY_ROPE = {
 
 
 def rope_options(config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
-    """Options of RoPE, with `rope_theta`: `rope_scaling` counts before `rope_parameters`, as in transformers 5.
+    """Options of RoPE, with `rope_theta`: `rope_scaling` counts before `rope_parameters` in transformers 5.
     `theta` is the model type's default. BadInput: two base frequencies."""
     options = config.get("rope_scaling") or config.get("rope_parameters") or {}
     theta = options.get("rope_theta") or config.get("rope_theta") or theta

@@ -52,7 +52,7 @@ def family_rules(config: Mapping[str, Any]) -> GgufRules:
     return family.gguf
 
 
-def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
+def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     """A `config.json` with the values that its model type has for what it leaves out."""
     family = model_family(type_of(config))
     shape = (family and family.rules and family.rules.defaults) or {}
@@ -69,8 +69,8 @@ def writable_rules(config: Mapping[str, Any]) -> GgufRules:
     activation = config.get("hidden_act") or config.get("hidden_activation")
     if activation is not None and activation not in rules.activations:
         raise BadInput(f"hidden_act {activation!r} cannot be written as GGUF")
-    config = _completed(config)
-    fields = {**config, **_rope_of(config)}
+    config = completed(config)
+    fields = {**config, **rope_of(config)}
     for name, value in {"is_causal": True, **rules.constants}.items():
         if (given := fields.get(name, value)) != value:
             raise BadInput(f"{name} {given!r} cannot be written as GGUF: only {value!r}")
@@ -95,7 +95,7 @@ def query_scalar(config: Mapping[str, Any], rules: GgufRules) -> int:
 
 def head_dim_of(config: Mapping[str, Any]) -> int:
     default = int(config["hidden_size"]) // int(config["num_attention_heads"])
-    return int(_completed(config).get("head_dim") or default)
+    return int(completed(config).get("head_dim") or default)
 
 
 def gguf_architecture(config: Mapping[str, Any]) -> str:
@@ -106,7 +106,7 @@ def permuted_heads(config: Mapping[str, Any]) -> dict[str, int]:
     """Linears whose rows GGUF permutes (interleaved RoPE), with their number of heads."""
     if not family_rules(config).permuted:
         return {}
-    config = _completed(config)
+    config = completed(config)
     heads = int(config["num_attention_heads"])
     return {
         "self_attn.q_proj": heads,
@@ -116,7 +116,7 @@ def permuted_heads(config: Mapping[str, Any]) -> dict[str, int]:
 
 def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """The GGUF keys of a `config.json`. BadInput: `writable_rules`, a missing key, or inexpressible RoPE."""
-    rules, config = writable_rules(config), _completed(config)
+    rules, config = writable_rules(config), completed(config)
     try:
         shape = {gguf_key: int(config[name]) for name, gguf_key in SHAPE_KEYS.items()}
         vocab_size = int(config["vocab_size"])
@@ -132,7 +132,7 @@ def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention.value_length": head_dim,
         epsilon_key: float(config.get(epsilon, 1e-6)),
         "rope.dimension_count": head_dim,
-        "rope.freq_base": float(_rope_of(config)["rope_theta"]),
+        "rope.freq_base": float(rope_of(config)["rope_theta"]),
         "vocab_size": vocab_size,
         **_rope_scaling_keys(config),
     }
@@ -145,7 +145,7 @@ def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def rope_factors(config: Mapping[str, Any]) -> npt.NDArray[np.float32] | None:
     """`rope_freqs`: divisors of the RoPE frequencies, float32 `[head_dim / 2]`, for Llama 3; else None."""
-    scaling = _rope_of(config)
+    scaling = rope_of(config)
     if scaling.get("rope_type", scaling.get("type")) != "llama3":
         return None
     head_dim = head_dim_of(config)
@@ -158,15 +158,15 @@ def rope_factors(config: Mapping[str, Any]) -> npt.NDArray[np.float32] | None:
     return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
 
 
-def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    given = rope_options(_completed(config))
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    given = rope_options(completed(config))
     if original := config.get("original_max_position_embeddings"):
         given["original_max_position_embeddings"] = original
     return given
 
 
 def _rope_scaling_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    scaling = _rope_of(config)
+    scaling = rope_of(config)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind in ("default", "llama3"):
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,16 @@ from ..families.family import GgufRules, ModelFamily
 from ..families.registry import all_families
 from ..families.spec_parts import yarn_scale
 from ..model.checkpoint import read_json
-from .architecture import ROPE_FACTORS, SHAPE_KEYS, gguf_families, query_scalar, rope_factors
+from .architecture import (
+    ROPE_FACTORS,
+    SHAPE_KEYS,
+    completed,
+    family_rules,
+    gguf_families,
+    query_scalar,
+    rope_factors,
+    rope_of,
+)
 from .container import GgufFile
 from .keys import ARCHITECTURE_KEYS, TOKENIZER, HeaderKeys, end_tokens
 
@@ -30,16 +40,46 @@ def stored_config(file: GgufFile) -> dict[str, Any]:
     path = file.path.parent / "config.json"
     if not path.is_file():
         return config_of(file)
-    shape, config = _shape(file, _opened(file)[1]), read_json(path)
+    config = read_json(path)
+    for name, ours, theirs in _contradictions(file, config):
+        raise BadInput(
+            f"{path} has {name} {ours!r}, but {file.path.name} beside it has {theirs}: they do not belong "
+            "together"
+        )
+    config.pop("quantization_config", None)
+    return config
+
+
+def _contradictions(file: GgufFile, config: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Fields that a config and a file both have, with their values, where these differ."""
+    keys = _opened(file)[1]
+    shape = _shape(file, keys)
     same = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     for name in (*same, "vocab_size"):
         if config.get(name) != shape[name]:
-            raise BadInput(
-                f"{path} has {name} {config.get(name)!r}, but {file.path.name} beside it has "
-                f"{shape[name]}: they do not belong together"
-            )
-    config.pop("quantization_config", None)
-    return config
+            yield name, config.get(name), shape[name]
+    rules, complete = family_rules(config), completed(config)
+    epsilon, epsilon_key = rules.epsilon
+    rope = rope_of(config)
+    numbers = {"rope.freq_base": ("rope_theta", rope["rope_theta"])}
+    numbers[epsilon_key] = (epsilon, complete.get(epsilon))
+    for key, (name, value) in numbers.items():
+        stored = keys.get(key)
+        if (
+            value is not None
+            and stored is not None
+            and not np.isclose(value, stored, rtol=1e-6, atol=0)
+        ):
+            yield name, value, stored
+    for name in ("num_key_value_heads", "head_dim"):
+        if (value := complete.get(name)) is not None and value != shape[name]:
+            yield name, value, shape[name]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if ROPE_FACTORS in file.tensors and kind in ("default", "llama3"):
+        stored, expected = file.data(ROPE_FACTORS).view(np.float32), rope_factors(config)
+        expected = np.ones_like(stored) if expected is None else expected
+        if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
+            yield "rope_type", kind, f"other factors in {ROPE_FACTORS}"
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:

@@ -273,12 +273,29 @@ def test_a_head_of_other_values_than_its_tied_embedding_is_not_lost(tmp_path):
 def test_a_config_beside_the_file_must_belong_to_it(stories, tmp_path):
     shutil.copy(stories, tmp_path)
     config = json.loads((STORIES / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": yarn}))
     read = open_checkpoint(tmp_path)
-    assert read.config["rope_theta"] == 5.0
+    assert read.config["rope_parameters"] == yarn
     assert read.quantization_config["quant_method"] == "gguf"
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    with pytest.raises(BadInput, match=r"num_hidden_layers 4.*do not belong together"):
+    others = {"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 16}
+    others |= {"rms_norm_eps": 1e-3, "rope_theta": 5.0}
+    for name, value in others.items():
+        changed = config | {"rope_parameters": None, name: value}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(BadInput, match=rf"{name} {value}.*do not belong together"):
+            open_checkpoint(tmp_path)
+
+
+def test_a_config_of_llama_3_does_not_belong_to_a_file_of_llama_3_1(tmp_path):
+    """They have equal sizes, and the file has factors of frequencies that the config does not name."""
+    source = Checkpoint(random_model(tmp_path / "source", "llama-bias"))
+    shutil.copy(write_model(source.folder, tmp_path / "out", "Q8_0"), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(source.config))
+    assert open_checkpoint(tmp_path).config["rope_parameters"]["rope_type"] == "llama3"
+    rope = {"rope_type": "default", "rope_theta": source.config["rope_parameters"]["rope_theta"]}
+    (tmp_path / "config.json").write_text(json.dumps(source.config | {"rope_parameters": rope}))
+    with pytest.raises(BadInput, match=r"rope_type 'default'.*rope_freqs.*do not belong together"):
         open_checkpoint(tmp_path)
 
 

@@ -223,7 +223,7 @@ def test_keys_that_change_nothing_are_read_over(tmp_path: Path) -> None:
 
 def test_a_config_next_to_the_file_answers_for_its_keys(tmp_path: Path) -> None:
     file = header(tmp_path, "llama", warp_factor=9)
-    config = {**SIZES, "model_type": "llama", "rope_theta": 7.0}
+    config = {**SIZES, "model_type": "llama", "pad_token_id": 7}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert stored_config(file) == config
 
