@@ -41,13 +41,11 @@ async def render(
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] = (),
     template_options: Mapping[str, Any] | None = None,
-    *,
-    add_generation_prompt: bool = True,
 ) -> PreparedPrompt:
     """The prompt of a conversation, with the placeholder tokens of its images. Raises `ApiError` or
     `BadInput`: what the model's template refuses, or images that cannot be taken."""
     text, urls = service.text, [url for message in messages for url in message.image_urls]
-    options = {"add_generation_prompt": add_generation_prompt, **(template_options or {})}
+    options = {"add_generation_prompt": True, **(template_options or {})}
     if not urls:
         return PreparedPrompt(await text.encode_chat(messages, tools, options), NO_IMAGES)
     service.images.check(len(urls))

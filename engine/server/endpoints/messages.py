@@ -21,6 +21,7 @@ from ..protocol.chat_protocol import (
     ToolName,
     bounded_parts,
     chat_call,
+    continued,
     image_part,
 )
 from ..protocol.errors import ApiError, anthropic_error, bad_field
@@ -115,14 +116,12 @@ class MessagesPrompt(BaseModel):
         system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
         effort = {"max": "xhigh"}.get(config.effort or "", config.effort)
         options = {"enable_thinking": self.thinks, "thinking": self.thinks}
-        last = turns[-1]
-        if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):
-            options |= {"continue_final_message": True, "add_generation_prompt": False}
         chosen: dict[str, Any] = {
             "model": self.model,
             "messages": [*system, *turns],
             "chat_template_kwargs": options,
             "reasoning_effort": effort if self.thinks else None,
+            **continued(turns),
         }
         if self.tools:
             chosen["tools"] = [tool.for_chat() for tool in self.tools]

@@ -16,7 +16,7 @@ from ....base.version import VERSION
 from ....quant.convert.adapter import CONFIG_NAME, WEIGHTS_NAME
 from ...base.chat_template import PLAIN_TEMPLATE
 from ...core.engine import Engine
-from ..protocol.chat_protocol import Messages, Tool
+from ..protocol.chat_protocol import Messages, PromptEnd, Tool
 from ..protocol.errors import ApiError, Unavailable, bad_field
 from ..protocol.generation_protocol import TokenId, refuse_fields
 from ..protocol.server_options import ServerOptions
@@ -173,7 +173,7 @@ def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
     return folder
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(PromptEnd):
     """Body of `/tokenize`: a prompt, or a conversation to render with the chat template."""
 
     model_config = ConfigDict(extra="allow")
@@ -183,8 +183,6 @@ class TokenizeRequest(BaseModel):
     messages: Messages | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -192,8 +190,6 @@ class TokenizeRequest(BaseModel):
     def _is_one_thing(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give a prompt or messages")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message needs add_generation_prompt = false")
         return self
 
 
@@ -217,11 +213,9 @@ def add_tokens(app: FastAPI, service: Service, vocab_size: int) -> None:
             special = {"add_special_tokens": body.add_special_tokens}
             (tokens,) = await service.text.encode([body.prompt], **special)
         else:
-            options = {"continue_final_message": True} if body.continue_final_message else {}
-            options |= body.chat_template_kwargs or {}
-            conversation = (body.messages, body.tools or (), options)
-            begins = {"add_generation_prompt": body.add_generation_prompt}
-            tokens = (await render(service, *conversation, **begins)).token_ids
+            options = {**body.prompt_end, **(body.chat_template_kwargs or {})}
+            prompt = await render(service, body.messages, body.tools or (), options)
+            tokens = prompt.token_ids
         names = [service.text.token(token).name for token in tokens]
         counts = {"count": len(tokens), "max_model_len": max_model_len}
         return {**counts, "tokens": tokens, "token_strs": names if body.return_token_strs else None}

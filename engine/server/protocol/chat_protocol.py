@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -224,7 +224,33 @@ MAX_MESSAGES = 4096
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class ChatRequest(GenerationRequest):
+def continued(messages: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """Fields of a request that continues a last turn of the assistant, as Anthropic's and Ollama's do."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or not last["content"] or last.get("tool_calls"):
+        return {}
+    return {"continue_final_message": True, "add_generation_prompt": False}
+
+
+class PromptEnd(BaseModel):
+    """How the prompt of a conversation ends, by vLLM's fields."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _begins_or_continues(self) -> PromptEnd:
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise ValueError("continue_final_message needs add_generation_prompt = false")
+        return self
+
+    @property
+    def prompt_end(self) -> dict[str, bool]:
+        continues = {"continue_final_message": True} if self.continue_final_message else {}
+        return {"add_generation_prompt": self.add_generation_prompt is not False, **continues}
+
+
+class ChatRequest(PromptEnd, GenerationRequest):
     """Body of `/v1/chat/completions`."""
 
     messages: Messages
@@ -303,7 +329,7 @@ class ChatRequest(GenerationRequest):
             chosen = {"enable_thinking": False, "thinking": False}
         elif effort is not None:
             chosen = {"enable_thinking": True, "thinking": True, "reasoning_effort": effort}
-        return {**chosen, **(self.chat_template_kwargs or {})}
+        return {**self.prompt_end, **chosen, **(self.chat_template_kwargs or {})}
 
     def answer_constraint(self) -> Constraint | None:
         return super().constraint()

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...base.sampling_params import SamplingParams
-from .chat_protocol import MAX_MESSAGES, ChatRequest, chat_call, image_part
+from .chat_protocol import MAX_MESSAGES, ChatRequest, chat_call, continued, image_part
 from .errors import bad_field
 from .generation_protocol import (
     MAX_PROMPTS,
@@ -175,7 +175,7 @@ class OllamaRequest(BaseModel):
             fields["chat_template_kwargs"] = options
         scored = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         chat_fields = {**fields, **scored, "messages": messages, "tools": tools or None}
-        return ChatRequest.model_validate(chat_fields)
+        return ChatRequest.model_validate(chat_fields | continued(messages))
 
 
 class OllamaFunction(BaseModel):

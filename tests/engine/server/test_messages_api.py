@@ -13,9 +13,12 @@ import pytest
 from llmopt.engine.server.endpoints.conversation import render
 from llmopt.engine.server.endpoints.messages import MessagesRequest
 from llmopt.engine.server.endpoints.tokenization import Tokenization
+from llmopt.engine.server.protocol.chat_protocol import ChatRequest
+from llmopt.engine.server.protocol.ollama_protocol import OllamaChat
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.quant.source.load_processor import load_tokenizer
 from llmopt.recipes import MODELS
+from pydantic import ValidationError
 
 from ...support.live_server import RunningServer, make_engine, running
 from .test_tool_calls import JSON_ONE, saying
@@ -199,12 +202,29 @@ def test_a_last_turn_of_the_assistant_is_continued(content: Any, continues: bool
     turns = [*USER, {"role": "assistant", "content": content}]
     body = {"messages": turns, "max_tokens": 9}
     chat = MessagesRequest.model_validate(body).chat_request(takes_images=False)
+    assert ends_as(chat, continues=continues)
+
+
+def ends_as(chat: ChatRequest, *, continues: bool) -> bool:
+    """True if the prompt continues the last turn, or begins another."""
     text = Tokenization(load_tokenizer(MODELS / "stories260K"), chat_template=TEMPLATE)
     service: Any = SimpleNamespace(text=text)
     prompt = asyncio.run(render(service, chat.messages, (), chat.template_options))
     shown = text.decode(prompt.token_ids)
     assert shown.startswith("user: Is it raining?\nassistant: ")
-    assert shown.endswith("assistant: It is" if continues else "\nassistant:")
+    return shown.endswith("assistant: It is" if continues else "\nassistant:")
+
+
+def test_ollama_and_vllm_continue_a_last_turn_too() -> None:
+    """https://github.com/ollama/ollama/issues/6778, and vLLM's `continue_final_message`."""
+    turns = [*USER, {"role": "assistant", "content": "It is"}]
+    ollama = OllamaChat.model_validate({"model": "m", "messages": turns})
+    assert ends_as(ollama.chat_request(64), continues=True)
+    going_on = {"continue_final_message": True, "add_generation_prompt": False}
+    assert ends_as(ChatRequest.model_validate({"messages": turns, **going_on}), continues=True)
+    assert ends_as(ChatRequest.model_validate({"messages": turns}), continues=False)
+    with pytest.raises(ValidationError, match="needs add_generation_prompt = false"):
+        ChatRequest.model_validate({"messages": turns, "continue_final_message": True})
 
 
 def test_what_a_text_model_cannot_read_is_said_in_its_place(served: RunningServer) -> None:
