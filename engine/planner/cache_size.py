@@ -102,6 +102,12 @@ class LatentKvDtype(KvDtype):
         )
 
 
+def has_sparse_latents(shape: ModelShape) -> bool:
+    """True if attention reads latents that an indexer chooses (DeepSeek-V3.2, GLM-5)."""
+    is_sparse = isinstance(shape, ProbedShape) and shape.indexer_elements > 0
+    return is_sparse and shape.latent is not None and shape.latent.cached_elements == 576
+
+
 KV_DTYPES = {
     dtype.name: dtype
     for dtype in (

@@ -14,6 +14,7 @@ from .cache_size import (
     CacheRequest,
     CacheSize,
     KvCacheBudget,
+    has_sparse_latents,
     kv_dtype,
     size_cache,
     size_states,
@@ -383,5 +384,14 @@ def _warnings(
             warnings.append(
                 f"{setup.engine} does not store its cache in {workload.kv_dtype} (it supports "
                 f"{', '.join(rule.kv_dtypes)}): the numbers are arithmetic"
+            )
+        if (
+            setup.engine == "vllm"
+            and workload.kv_dtype == "fp8"
+            and has_sparse_latents(model.shape)
+        ):
+            warnings.append(
+                "vllm stores an fp8 cache of latents with an indexer as fp8_ds_mla, 656 bytes per token and "
+                "layer where fp8 has 576: plan with --kv-dtype fp8_ds_mla"
             )
     return warnings

@@ -238,7 +238,9 @@ def test_a_base_frequency_that_rope_scaling_would_drop_is_asked_for():
 def test_a_part_of_each_head_is_not_rotated_where_engines_disagree():
     """vLLM's Llama reads `partial_rotary_factor`; the one of transformers rotates the whole head."""
     for stray in ({"partial_rotary_factor": 0.5}, {"rope_scaling": {"partial_rotary_factor": 0.5}}):
-        with pytest.raises(BadInput, match=r"partial_rotary_factor 0\.5 rotates a part of each head"):
+        with pytest.raises(
+            BadInput, match=r"partial_rotary_factor 0\.5 rotates a part of each head"
+        ):
             spec(model_type="llama", **stray)
     assert spec(model_type="llama", partial_rotary_factor=1.0).rotary_width == 32
 

@@ -17,7 +17,7 @@ from llmopt.engine.planner.devices import Device, find_device
 from llmopt.engine.planner.memory import Deployment, Reserve
 from llmopt.engine.planner.plan import DeploymentPlan, make_plan
 from llmopt.engine.planner.plan_json import plan_as_dict
-from llmopt.engine.planner.setup import PlannedWorkload
+from llmopt.engine.planner.setup import PlannedWorkload, Setup
 from llmopt.engine.planner.weights import BF16, recipe_for
 
 GIB = 2**30
@@ -113,6 +113,19 @@ def test_a_context_beyond_the_model_warns_with_the_scaling_that_it_needs() -> No
     assert '"factor": 3.2,' in warnings("qwen3-8b", 131072)[0]
     assert "learned, so no rope scaling" in warnings("gpt2", 2048)[0]
     assert warnings("llama-2-7b", 4096) == ()
+
+
+def test_the_fp8_cache_of_sparse_latents_is_another_in_vllm() -> None:
+    def warned(name: str, kv_dtype: str, engine: str) -> bool:
+        workload = PlannedWorkload(4096, kv_dtype=kv_dtype)
+        setup = Setup(engine=engine)
+        plan = make_plan(find_model(name), BF16, workload, [find_device("h200")], setup=setup)
+        return any("as fp8_ds_mla" in text for text in plan.warnings)
+
+    assert warned("deepseek-v3.2", "fp8", "vllm")
+    assert not warned("deepseek-v3.2", "fp8_ds_mla", "vllm")
+    assert not warned("deepseek-v3.2", "fp8", "sglang")
+    assert not warned("deepseek-v3", "fp8", "vllm")
 
 
 @pytest.mark.parametrize(
