@@ -16,15 +16,23 @@ import random
 import signal
 import sys
 import time
+from base64 import b64encode
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
+from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import numpy as np
+from PIL import Image
+
+from tests.support.image_models import IMAGE_FAMILIES, save_image_model
 
 from . import computing
 from .attacks import GOOD, HOSTILE, by_schema, headers
@@ -96,14 +104,16 @@ class Row:
         send: sends the attack once; it is repeated until the end.
         copies: senders at a time.
         options: more options of the server.
-        model: bundled model, or a path.
+        make: writes the model into a folder; None: stories3M.
+        probe: path and body of what the other key asks for.
     """
 
     name: str
     send: Callable[[Target], Awaitable[None]]
     copies: int = 1
     options: tuple[str, ...] = ()
-    model: str = "stories3M"
+    make: Callable[[Path], Any] | None = None
+    probe: tuple[str, Mapping[str, Any]] = ("/v1/completions", COMPLETION)
 
 
 @dataclass(slots=True)
@@ -162,8 +172,15 @@ class Probe:
 
 async def run_row(row: Row, seconds: float = ATTACK_SECONDS) -> Outcome:
     """Start a server, attack it, wait for its memory, and end it under attack."""
+    with TemporaryDirectory() as folder:
+        if row.make is not None:
+            row.make(Path(folder))
+        return await _run_on(folder if row.make else "stories3M", row, seconds)
+
+
+async def _run_on(model: str, row: Row, seconds: float) -> Outcome:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "llmopt", "serve-local", row.model, "--json", "--port", "0"),
+        *(sys.executable, "-m", "llmopt", "serve-local", model, "--json", "--port", "0"),
         *("--api-key", GOOD, "--api-key", HOSTILE, "--drain-seconds", str(DRAIN_SECONDS)),
         *row.options,
         stdout=asyncio.subprocess.PIPE,
@@ -190,12 +207,12 @@ async def _attack_and_end(
         timeout=aiohttp.ClientTimeout(120),
     ) as session:
         target = Target(url, session)
-        await _warm_up(target)
+        await _warm_up(target, row)
         before = resident_bytes(process.pid)
         probes = [
             asyncio.ensure_future(health.run(f"{url}/health", "", GOOD)),
             asyncio.ensure_future(
-                completion.run(f"{url}/v1/completions", json.dumps(COMPLETION), GOOD)
+                completion.run(url + row.probe[0], json.dumps(row.probe[1]), GOOD)
             ),
         ]
         attack = _start(row, target)
@@ -226,11 +243,11 @@ async def _attack_and_end(
     )
 
 
-async def _warm_up(target: Target) -> None:
+async def _warm_up(target: Target, row: Row) -> None:
     """Load what a server loads for its first completion and its first schema: no attack is that."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    for body in (COMPLETION, by_schema(schema)):
-        await target.post("/v1/completions", body)
+    for path, body in (("/v1/completions", by_schema(schema)), row.probe):
+        await target.post(path, body)
     target.answers.clear()
     await asyncio.sleep(1.0)
 
@@ -344,6 +361,34 @@ async def half_a_get(target: Target) -> None:
     await target.send_raw(head("Content-Length: 100", request="GET /health HTTP/1.1") + b"x" * 50)
 
 
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endfor %}"
+)
+
+
+def image_model(folder: Path) -> None:
+    save_image_model(folder, IMAGE_FAMILIES["llava-1.5"])
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+
+@cache
+def chat_of_pictures(side: int, count: int) -> dict[str, Any]:
+    """A chat about pictures of `side` x `side` pixels, each a PNG much smaller than its pixels."""
+    rows = np.random.default_rng(0).integers(0, 256, (side // 64 + 1, side // 64 + 1), np.uint8)
+    pixels = rows.repeat(64, 0).repeat(64, 1)[:side, :side]
+    file = BytesIO()
+    Image.fromarray(pixels).convert("RGB").save(file, "png")
+    url = f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}] * count
+    return {"messages": [{"role": "user", "content": parts}], "max_tokens": 4, "temperature": 0}
+
+
+async def pictures(target: Target) -> None:
+    """A prompt of four pictures of 33 megapixels."""
+    await target.post("/v1/chat/completions", chat_of_pictures(5792, 4))
+
+
 ROWS: tuple[Row, ...] = (
     Row("chunks-no-key", chunks_without_key, copies=4),
     Row("chunks", chunks_with_key, copies=4),
@@ -366,6 +411,13 @@ ROWS: tuple[Row, ...] = (
     Row("echoes", computing.echoes, copies=2),
     Row("large-tools", computing.large_tools, copies=4),
     Row("empty-parts", computing.empty_parts, copies=2),
+    Row(
+        "pictures",
+        pictures,
+        copies=2,
+        make=image_model,
+        probe=("/v1/chat/completions", chat_of_pictures(64, 1)),
+    ),
 )
 
 
