@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,11 @@ from typing import Any
 from .errors import BadInput
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def is_number(value: Any) -> bool:
+    """True for a finite number, which a boolean is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def parse_json(text: str) -> Any:

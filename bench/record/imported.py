@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import BadInput
+from ...base.json_lines import is_number
 from ..quality.task_items import TaskItems, items_of, metric_rows
 from .formats import FORMATS, SAME, Format, Row, at, read_rows
 
@@ -177,8 +178,7 @@ def _measured(format: Format, row: Row) -> dict[str, float | None]:
 
 
 def _number(value: Any, factor: float = 1.0) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value * factor if is_number and math.isfinite(value) else None
+    return value * factor if is_number(value) else None
 
 
 def _run(format: Format, rows: Sequence[Row], file: Path, number: str) -> ImportedRun:

@@ -3,7 +3,6 @@ the run."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import time
@@ -14,6 +13,7 @@ from typing import Any, ClassVar
 
 from ...base.errors import BadInput
 from ...base.extras import import_extra
+from ...base.json_lines import is_number
 from ...base.option import option
 
 BATCH = 100  # MLflow's limit of parameters in one request
@@ -99,11 +99,7 @@ def texts(part: Mapping[str, Any]) -> dict[str, str]:
 
 def numbers(part: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of nested mappings."""
-    return {
-        key: float(value)
-        for key, value in flattened(part).items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
+    return {key: float(value) for key, value in flattened(part).items() if is_number(value)}
 
 
 class MlflowTracker:

@@ -35,7 +35,7 @@ def plain_ropes(_: ModelShape, config: Config) -> Choices:
 
 
 def same_rope(shape: ModelShape, config: Config, theta: float = 10000.0) -> Choices:
-    part = {**config, **rope_options(config)}.get("partial_rotary_factor")
+    part = {**config, **rope_options(config, theta)}.get("partial_rotary_factor")
     if part not in (None, 1):
         raise BadInput(
             f"config.json: partial_rotary_factor {part} rotates a part of each head in vLLM and all of it in "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...base.errors import BadInput
+from ...base.json_lines import is_number
 from .family import ModelFamily
 from .registry import all_families, model_family, type_of
 from .shape_rules import Config
@@ -41,7 +42,8 @@ _FLAGS = {
     *("multi_query", "parallel_attn", "new_decoder_architecture"),
 }
 _LISTS = {"layer_types", "no_rope_layers", "moe_layers", "mlp_only_layers"}
-_OBJECTS = {"text_config", "rope_scaling", "quantization_config"}
+_NUMBERS = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "norm_epsilon"}
+_OBJECTS = {"text_config", "rope_scaling", "rope_parameters", "quantization_config"}
 # Fields for which an explicit null has a meaning.
 _NULLABLE = {
     *("num_key_value_heads", "head_dim", "sliding_window", "attention_chunk_size"),
@@ -141,6 +143,8 @@ def check_kinds(raw: Mapping[str, Any]) -> None:
             kind = str if key == "layer_types" else int
             if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
                 raise _invalid(key, value, f"a list of {'names' if kind is str else 'numbers'}")
+        elif key in _NUMBERS and not is_number(value):
+            raise _invalid(key, value, "a number")
         elif key in _OBJECTS and not isinstance(value, Mapping):
             raise _invalid(key, value, "an object")
 

@@ -258,7 +258,11 @@ FAMILIES = (
                 "final_logit_softcapping": "final_logit_softcapping",
                 "sliding_window": "attention.sliding_window",
             },
-            defaults={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            defaults={
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+                "query_pre_attn_scalar": 256,
+            },
         ),
     ),
     ModelFamily(

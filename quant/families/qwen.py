@@ -195,7 +195,6 @@ FAMILIES = (
             ),
             keys=GGUF_EXPERTS | {"num_experts": "expert_count"},
             constants={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-            defaults={"head_dim": 128},
         ),
     ),
     ModelFamily("qwen2_vl_text", ShapeRules(qkv_bias=True), _qwen2_vl),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...base.errors import BadInput
+from ...base.json_lines import is_number
 
 CLAMPED_SWIGLU = "clamped_swiglu"
 """Activation of gpt-oss, which clamps gate and up."""
@@ -95,13 +96,19 @@ _NEEDED_BY_ROPE = {
 
 def rope_options(config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
     """Options of RoPE, with `rope_theta`: `rope_scaling` counts before `rope_parameters` in transformers 5.
-    `theta` is the model type's default. BadInput: two base frequencies."""
+    `theta` is the model type's default. BadInput: two base frequencies, or a number that the kind lacks."""
     options = config.get("rope_scaling") or config.get("rope_parameters") or {}
     theta = options.get("rope_theta") or config.get("rope_theta") or theta
+    if not is_number(theta):
+        raise BadInput(f"config.json: rope_theta is {theta!r}: a number is needed")
     if ((config.get("rope_parameters") or {}).get("rope_theta") or theta) != theta:
         raise BadInput(
             "config.json: rope_scaling counts before rope_parameters, and lacks its rope_theta: add it"
         )
+    kind = options.get("rope_type", options.get("type", "default"))
+    missing = [key for key in _NEEDED_BY_ROPE.get(kind, ()) if key not in options]
+    if missing:
+        raise BadInput(f"config.json: rope_type {kind!r} lacks {', '.join(missing)}")
     return {**options, "rope_theta": theta}
 
 
@@ -135,9 +142,6 @@ class RopeSpec:
             raise BadInput(
                 f"config.json asks for rope_type {kind!r}, which this decoder does not know"
             )
-        missing = [key for key in _NEEDED_BY_ROPE.get(kind, ()) if key not in options]
-        if missing:
-            raise BadInput(f"config.json: rope_type {kind!r} lacks {', '.join(missing)}")
         numbers = {k: float(v) for k, v in options.items() if isinstance(v, (int, float))}
         original = config.get("original_max_position_embeddings")
         if original and kind in ("llama3", "yarn", "longrope"):  # before that of `options`

@@ -8,7 +8,6 @@ src/llama-vocab.cpp.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...base.errors import BadInput
+from ...base.json_lines import is_number
 
 TOKENIZER = "tokenizer.ggml"
 
@@ -191,16 +191,16 @@ class HeaderKeys:
     def number(self, name: str, default: float) -> float:
         """A number as the shortest decimal that rounds to its float32: 1e-06, not 9.999999974752427e-07."""
         value = self.get(name, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
+        if not is_number(value):
             raise self.refuse(name, "not a number")
         return float(str(np.float32(value)))
 
     def refuse(self, name: str, reason: str = "") -> BadInput:
         value = shortened(self.metadata.get(f"{self.namespace}.{name}"))
         reason = f" ({reason})" if reason else ""
+        shown = name if name.isprintable() else shortened(name)
         return BadInput(
-            f"{self.path}: {self.namespace}.{name} is {value}, which is not read here{reason}: "
+            f"{self.path}: {self.namespace}.{shown} is {value}, which is not read here{reason}: "
             f"{self.remedy}"
         )
 

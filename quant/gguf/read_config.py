@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from ...base.errors import BadInput
+from ..families.config import check_kinds
 from ..families.family import GgufRules, ModelFamily
-from ..families.registry import all_families
+from ..families.registry import all_families, type_of
 from ..families.spec_parts import yarn_scale
 from ..model.checkpoint import read_json
 from .architecture import (
@@ -41,6 +42,7 @@ def stored_config(file: GgufFile) -> dict[str, Any]:
     if not path.is_file():
         return config_of(file)
     config = read_json(path)
+    check_kinds(config)
     for name, ours, theirs in _contradictions(file, config):
         raise BadInput(
             f"{path} has {name} {ours!r}, but {file.path.name} beside it has {theirs}: they do not belong "
@@ -58,18 +60,16 @@ def _contradictions(file: GgufFile, config: dict[str, Any]) -> Iterator[tuple[st
     for name in (*same, "vocab_size"):
         if config.get(name) != shape[name]:
             yield name, config.get(name), shape[name]
+    if type_of(config) not in gguf_families():
+        return  # planned all the same, and refused where it is loaded
     rules, complete = family_rules(config), completed(config)
     epsilon, epsilon_key = rules.epsilon
     rope = rope_of(config)
     numbers = {"rope.freq_base": ("rope_theta", rope["rope_theta"])}
     numbers[epsilon_key] = (epsilon, complete.get(epsilon))
     for key, (name, value) in numbers.items():
-        stored = keys.get(key)
-        if (
-            value is not None
-            and stored is not None
-            and not np.isclose(value, stored, rtol=1e-6, atol=0)
-        ):
+        stored = keys.number(key, 0.0)
+        if value and stored and not np.isclose(value, stored, rtol=1e-6, atol=0):
             yield name, value, stored
     for name in ("num_key_value_heads", "head_dim"):
         if (value := complete.get(name)) is not None and value != shape[name]:

@@ -70,10 +70,12 @@ async def prepare(
     may_reason = constraint is None or constraint.kind == "structural_tag"
     reasoning = text.reasoning_format if may_reason else None
     prompt_end = text.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
+    begun = body.messages[-1].content or "" if body.continue_final_message else ""
     form = OutputFormat(
         tools,
         reasoning,
-        reasoning is not None and reasoning.is_begun_by(prompt_end),
+        reasoning is not None
+        and (reasoning.is_begun_by(prompt_end) or reasoning.is_open_in(begun)),
         {tool.function.name: tool.function.parameters for tool in body.usable_tools},
         1 if body.parallel_tool_calls is False else None,
         text.stop_texts,

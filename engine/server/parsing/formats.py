@@ -236,6 +236,9 @@ class ReasoningFormat:
     def is_begun_by(self, prompt_end: str) -> bool:
         return prompt_end.rstrip().endswith(self.start)
 
+    def is_open_in(self, text: str) -> bool:
+        return text.rfind(self.start) > text.rfind(self.end)
+
 
 THINK = ReasoningFormat("think", "<think>", "</think>")
 MISTRAL_THINK = ReasoningFormat("mistral", "[THINK]", "[/THINK]", special=True)

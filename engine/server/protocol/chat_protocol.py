@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from ...base.sampling_params import SamplingParams
+from ..parsing.formats import REASONING_FORMATS
 from .errors import bad_field
 from .generation_protocol import GenerationRequest, client_tools
 from .structure import Constraint
@@ -225,9 +226,12 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSA
 
 
 def continued(messages: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """Fields of a request that continues a last turn of the assistant, as Anthropic's and Ollama's do."""
+    """Fields of a request that continues a last turn of the assistant, as Anthropic's and Ollama's do. A turn
+    with its reasoning is not continued: templates cut that out, so that there is no end to go on from."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or not last["content"] or last.get("tool_calls"):
+        return {}
+    if any(form.end in str(last["content"]) for form in REASONING_FORMATS.values()):
         return {}
     return {"continue_final_message": True, "add_generation_prompt": False}
 

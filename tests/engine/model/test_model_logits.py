@@ -235,6 +235,12 @@ def test_a_base_frequency_that_rope_scaling_would_drop_is_asked_for():
         spec(model_type="qwen3", **both)
 
 
+def test_the_default_of_a_model_type_is_no_other_base_frequency():
+    """A YaRN without a base frequency, where `rope_parameters` has the default of Mixtral's class."""
+    both = {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": YARN}
+    assert spec(model_type="mixtral", rope_theta=None, **both).ropes[0].theta == 1e6
+
+
 def test_a_part_of_each_head_is_not_rotated_where_engines_disagree():
     """vLLM's Llama reads `partial_rotary_factor`; the one of transformers rotates the whole head."""
     for stray in ({"partial_rotary_factor": 0.5}, {"rope_scaling": {"partial_rotary_factor": 0.5}}):

@@ -215,6 +215,13 @@ def ends_as(chat: ChatRequest, *, continues: bool) -> bool:
     return shown.endswith("assistant: It is" if continues else "\nassistant:")
 
 
+def test_a_turn_with_its_reasoning_begins_another() -> None:
+    """Templates cut reasoning out of earlier turns, so that there is no end of it to continue."""
+    turns = [*USER, {"role": "assistant", "content": "<think>Hm.</think>It is"}]
+    ollama = OllamaChat.model_validate({"model": "m", "messages": turns}).chat_request(64)
+    assert not ollama.continue_final_message
+
+
 def test_ollama_and_vllm_continue_a_last_turn_too() -> None:
     """https://github.com/ollama/ollama/issues/6778, and vLLM's `continue_final_message`."""
     turns = [*USER, {"role": "assistant", "content": "It is"}]

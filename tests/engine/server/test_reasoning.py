@@ -48,6 +48,18 @@ def test_reasoning_is_apart_whole_and_streamed(
     assert "".join(delta.get("content", "") for delta in deltas) == "It is dry."
 
 
+def test_reasoning_that_the_client_began_goes_on(
+    thinking: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saying(thinking, monkeypatch, " Hm.</think>It is dry.")
+    begun = {"role": "assistant", "content": "<think>Rain?"}
+    body: Any = {"messages": [*USER, begun], "max_tokens": 100, "temperature": 0}
+    body |= {"continue_final_message": True, "add_generation_prompt": False}
+    with thinking.http() as http:
+        message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("Hm.", "It is dry.")
+
+
 @pytest.mark.parametrize(
     ("fields", "end"),
     [

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.quant.families.config import model_shape
 from llmopt.quant.families.registry import all_families
 from llmopt.quant.gguf.architecture import architecture_keys, gguf_families
@@ -43,4 +44,15 @@ def test_shapes_of_short_configs(model_type: str) -> None:
 def test_gguf_keys_of_short_configs(model_type: str) -> None:
     """The context is no longer than Mistral's window, which GGUF has no key for."""
     short, full = short_and_full(model_type, max_position_embeddings=4096)
-    assert architecture_keys(short) == architecture_keys(full)
+    keys = architecture_keys(short)
+    assert keys == architecture_keys(full)
+    config = AutoConfig.for_model(model_type)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert keys[f"{keys['general.architecture']}.attention.key_length"] == head_dim
+
+
+def test_gemma_2_scales_by_its_own_number() -> None:
+    """256 is the class's; llama.cpp scales heads of 128 by another, and has no key for it."""
+    short, _ = short_and_full("gemma2", max_position_embeddings=4096)
+    with pytest.raises(BadInput, match="query_pre_attn_scalar 256 cannot be written"):
+        architecture_keys(short | {"head_dim": 128})

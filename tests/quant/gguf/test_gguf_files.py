@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -28,7 +29,7 @@ from llmopt.quant.gguf.architecture import (
 from llmopt.quant.gguf.assemble import assemble, check_source, planned_bytes
 from llmopt.quant.gguf.checkpoint import GgufCheckpoint
 from llmopt.quant.gguf.container import TYPE_NUMBERS, GgufFile, TensorToWrite, write_gguf
-from llmopt.quant.gguf.read_config import config_of
+from llmopt.quant.gguf.read_config import config_of, stored_config
 from llmopt.quant.gguf.tokenizer import tokenizer_keys
 from llmopt.quant.kinds.ggml.formats import BLOCKS_SUFFIX, GgufFormat
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
@@ -146,6 +147,7 @@ def test_a_file_that_is_cut_off_anywhere_says_so(stories, tmp_path_factory, shar
 @settings(max_examples=60, deadline=None)
 @given(position=st.integers(0, 15_000), value=st.integers(0, 255))
 @example(position=255, value=0)  # no heads
+@example(position=273, value=10)  # a line end in the name of a key
 def test_a_damaged_byte_is_an_error_of_one_line_or_harmless(
     stories, tmp_path_factory, position, value
 ):
@@ -285,6 +287,33 @@ def test_a_config_beside_the_file_must_belong_to_it(stories, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(changed))
         with pytest.raises(BadInput, match=rf"{name} {value}.*do not belong together"):
             open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear' in the config: an object is needed"),
+        ({"rope_theta": "10000"}, "rope_theta is '10000' in the config: a number is needed"),
+        ({"rms_norm_eps": True}, "rms_norm_eps is True in the config: a number is needed"),
+        ({"rope_parameters": {"rope_theta": "10"}}, "rope_theta is '10': a number is needed"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type 'llama3' lacks factor"),
+    ],
+)
+def test_a_config_beside_the_file_of_wrong_values(stories, tmp_path, field, message):
+    shutil.copy(stories, tmp_path)
+    config = json.loads((STORIES / "config.json").read_text()) | {"rope_parameters": None}
+    (tmp_path / "config.json").write_text(json.dumps(config | field))
+    with pytest.raises(BadInput, match=re.escape(message)):
+        open_checkpoint(tmp_path)
+
+
+def test_a_type_that_is_not_written_is_compared_by_its_sizes(stories, tmp_path):
+    """llama.cpp converts some types under another's architecture, such as Olmo 3 as olmo2."""
+    shutil.copy(stories, tmp_path)
+    config = json.loads((STORIES / "config.json").read_text()) | {"model_type": "olmo3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (file,) = tmp_path.glob("*.gguf")
+    assert stored_config(GgufFile(file))["model_type"] == "olmo3"
 
 
 def test_a_config_of_llama_3_does_not_belong_to_a_file_of_llama_3_1(tmp_path):
