@@ -42,10 +42,10 @@ GROUP_SIZES = (128, 64, 32)
 _INTEGERS = {f"int{bits}": bits for bits in SUPPORTED_BITS}
 _ASYMMETRIC = "-asym"
 _FLOATS = ("fp8", "nvfp4", "mxfp4")  # methods whose schemes go into one file with integers
-_SOLVED_LAYERS, _SOLVED_ROWS = 6, 192
-"""Layers that are solved for every scheme, and rows of a linear that are solved at least. Elsewhere `nearest`
-to `_ANCHOR_BITS` is solved: in layer 3 of SmolLM2-135M the costs of all schemes have the same ratios to it in
-all linears, within 5 % as a rule."""
+_SOLVED_LAYERS, _SOLVED_SHARE, _SOLVED_ROWS = 6, 0.4, 192
+"""Layers that are solved for every scheme, at most and as a share of all, and rows of a linear that are solved
+at least. Elsewhere `nearest` to `_ANCHOR_BITS` is solved: in layer 3 of SmolLM2-135M the costs of all schemes
+have the same ratios to it in all linears, within 5 % as a rule."""
 _ANCHOR_BITS = 4.0
 
 
@@ -352,7 +352,8 @@ def measure_choices(
     if plan.lm_head:  # it has no number and no start of names
         layers.append((None, "", HEAD_FAMILY))
     last = plan.num_layers - 1
-    whole = {round(last * n / (_SOLVED_LAYERS - 1)) for n in range(_SOLVED_LAYERS)}
+    count = max(2, min(_SOLVED_LAYERS, ceil(_SOLVED_SHARE * plan.num_layers)))
+    whole = {round(last * n / (count - 1)) for n in range(count)}
     groups: dict[int | None, list[tuple[str, ...]]] = {}
     for index, start, family in sorted(layers, key=lambda layer: layer[0] not in {*whole, None}):
         groups[index] = [
