@@ -324,8 +324,11 @@ class Setup:
     def reserve(self, device: Device, weight_bytes: int) -> Reserve:
         """Memory limits on a device. On a CPU, the KV cache gets the engine's fraction of free memory."""
         if device.kind != "cpu":
-            # Unset limits as servers commonly choose them, smaller below 70 GiB.
+            # Unset limits as servers commonly choose them, smaller below 70 GiB, and in vLLM on any A100
+            # (`EngineArgs.get_batch_defaults`).
             is_large = device.memory_bytes >= 70 * GIB
+            if self.engine == "vllm" and device.name.startswith("A100"):
+                is_large = False
             tokens, sequences = (8192, 1024) if is_large else (2048, 256)
             return Reserve(
                 DEFAULT_UTILIZATION if self.utilization is None else self.utilization,

@@ -272,12 +272,13 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
         bits = stored.get("bits", stored.get("w_bit", 4))
         per_input = 4 if method == "gptq" else 0  # g_idx: the group of each input channel
         group = stored.get("group_size", stored.get("q_group_size", 128))
-        return WeightRecipe(f"int{bits}", bits, group, zero_bits=bits, bytes_per_input=per_input)
+        sizes = {"zero_bits": bits, "bytes_per_input": per_input}
+        return WeightRecipe(f"int{bits}", bits, group, roles=_roles(stored), **sizes)
     if method == "mxfp4":  # gpt-oss: the experts alone, a shared 8-bit exponent per 32 values
         return WeightRecipe("mxfp4", 4, group_size=32, scale_bits=8, roles=("expert",))
     if method == "fp8":
         rows, columns = stored.get("weight_block_size") or (1, -1)
-        return WeightRecipe("fp8", 8, columns, rows, scale_bits=32)
+        return WeightRecipe("fp8", 8, columns, rows, scale_bits=32, roles=_roles(stored))
     if method == "compressed-tensors":
         return _compressed_tensors(stored)
     if method == "modelopt":
@@ -318,13 +319,19 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
     )
 
 
-_LEFT_OUT = re.compile(r"(\*\.?|layers\.10\.)self_attn")  # of every layer, or of each by its number
+# An attention, or its projections but the small ones of a linear attention, in a list of plain modules.
+_LEFT_OUT = re.compile(r"attn(?:$|\W*\*|\.(?!in_proj_(?:a|b|ba)\b)\w*proj)")
+_OTHERS = re.compile(
+    r"vision|visual|mtp|layers\.(?!10\.)\d"
+)  # not of the layers, or of one of them
 
 
 def _roles(fields: Mapping[str, Any]) -> tuple[Role, ...]:
-    """Quantized roles: experts alone where the attention is left out (Kimi-K2.5, NVIDIA's NVFP4)."""
-    names = map(str, fields.get("ignore") or fields.get("exclude_modules") or ())
-    is_left_out = any(_LEFT_OUT.search(name) and "vision" not in name for name in names)
+    """Quantized roles: experts alone where the attention is left out (Kimi-K2.5, NVIDIA's NVFP4, Qwen3.5)."""
+    keys = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
+    names = [str(name) for key in keys for name in fields.get(key) or ()]
+    names += [rule[2:] for rule in fields.get("dynamic") or () if rule.startswith("-:")]
+    is_left_out = any(_LEFT_OUT.search(name) and not _OTHERS.search(name) for name in names)
     return ("expert",) if is_left_out else ("linear", "expert")
 
 
@@ -364,11 +371,11 @@ def _modelopt(stored: Mapping[str, Any]) -> WeightRecipe:
     if algorithm in ("NVFP4", "W4A16_NVFP4"):
         return replace(_fp4("nvfp4", algorithm == "NVFP4"), roles=_roles(fields))
     if algorithm == "FP8":
-        return WeightRecipe("fp8", 8, scale_bits=0, bytes_per_tensor=8)
+        return WeightRecipe("fp8", 8, scale_bits=0, bytes_per_tensor=8, roles=_roles(fields))
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
-        return WeightRecipe("fp8", 8, scale_bits=32)
+        return WeightRecipe("fp8", 8, scale_bits=32, roles=_roles(fields))
     if algorithm == "FP8_PB_WO":
-        return RECIPES["fp8-block"]
+        return replace(RECIPES["fp8-block"], roles=_roles(fields))
     raise BadInput(f"ModelOpt's quant_algo {algorithm} is not known here: give --weights")
 
 

@@ -265,6 +265,14 @@ def test_compose_keeps_the_key_out_of_the_file() -> None:
         assert {f"compose/{name}" for name in mounted} <= set(found)
 
 
+def test_compose_gives_amds_cards_by_their_devices() -> None:
+    """Docker knows no driver `amdgpu`; AMD documents the two devices."""
+    server = documents(deployment({"gpus": ("mi300x",)}))["compose/compose.yaml"]["services"][
+        "server"
+    ]
+    assert server["devices"] == ["/dev/kfd", "/dev/dri"] and "deploy" not in server
+
+
 @pytest.mark.parametrize(
     ("ask", "choices", "named"),
     [

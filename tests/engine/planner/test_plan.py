@@ -115,6 +115,18 @@ def test_a_context_beyond_the_model_warns_with_the_scaling_that_it_needs() -> No
     assert warnings("llama-2-7b", 4096) == ()
 
 
+def test_an_a100_has_vllms_smaller_defaults() -> None:
+    """`EngineArgs.get_batch_defaults`: 2,048 tokens and 256 sequences, though it has 80 GB."""
+    weights = 16 << 30
+    for engine, name, expected in (
+        ("vllm", "a100", (2048, 256)),
+        ("vllm", "h100", (8192, 1024)),
+        ("llmopt", "a100", (8192, 1024)),
+    ):
+        reserve = Setup(engine=engine).reserve(find_device(name), weights)
+        assert (reserve.chunk_tokens, reserve.max_num_seqs) == expected
+
+
 def test_the_fp8_cache_of_sparse_latents_is_another_in_vllm() -> None:
     def warned(name: str, kv_dtype: str, engine: str) -> bool:
         workload = PlannedWorkload(4096, kv_dtype=kv_dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from llmopt.base.errors import BadInput
@@ -227,6 +228,18 @@ def test_an_attention_that_is_left_out_is_not_counted_as_quantized() -> None:
     whole = weight_bytes(mixture.shape, RECIPES["nvfp4"])
     added = weight_bytes(mixture.shape, mixture.as_stored()) - whole
     assert added > 1.4 * linears
+    left_out: dict[str, dict[str, Any]] = {
+        # Qwen's own GPTQ of Qwen3.5, llm-compressor's usual list for it, and AutoAWQ's names in part.
+        "gptq": {"dynamic": {"lm_head": {}, "-:.*attn.*": {}, "-:.*visual.*": {}}},
+        "awq": {"modules_to_not_convert": ["self_attn", "mlp.gate"]},
+        "fp8": {"modules_to_not_convert": ["model.layers.10.linear_attn.in_proj_qkv"]},
+    }
+    small = ["model.layers.10.linear_attn.in_proj_a", "model.layers.10.self_attn.q_norm"]
+    for method, fields in left_out.items():
+        stored = {"quant_method": method, "bits": 4, "group_size": 128}
+        assert stored_recipe({"quantization_config": stored | fields}).roles == ("expert",)
+        others = stored | {"modules_to_not_convert": small, "dynamic": {"-:.*mtp.*attn.*": {}}}
+        assert stored_recipe({"quantization_config": others}).roles == ("linear", "expert")
     routers = {**nvfp4, "ignore": ["model.layers.10.mlp.gate", "vision.layers.10.self_attn"]}
     assert stored_recipe({"quantization_config": routers}).roles == ("linear", "expert")
     dense = replace(find_model("gemma-4-31b"), config={"quantization_config": nvfp4})
