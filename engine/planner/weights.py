@@ -272,8 +272,8 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
         bits = stored.get("bits", stored.get("w_bit", 4))
         per_input = 4 if method == "gptq" else 0  # g_idx: the group of each input channel
         group = stored.get("group_size", stored.get("q_group_size", 128))
-        sizes = {"zero_bits": bits, "bytes_per_input": per_input}
-        return WeightRecipe(f"int{bits}", bits, group, roles=_roles(stored), **sizes)
+        recipe = WeightRecipe(f"int{bits}", bits, group, zero_bits=bits, roles=_roles(stored))
+        return replace(recipe, bytes_per_input=per_input)
     if method == "mxfp4":  # gpt-oss: the experts alone, a shared 8-bit exponent per 32 values
         return WeightRecipe("mxfp4", 4, group_size=32, scale_bits=8, roles=("expert",))
     if method == "fp8":
@@ -321,16 +321,14 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
 
 # An attention, or its projections but the small ones of a linear attention, in a list of plain modules.
 _LEFT_OUT = re.compile(r"attn(?:$|\W*\*|\.(?!in_proj_(?:a|b|ba)\b)\w*proj)")
-_OTHERS = re.compile(
-    r"vision|visual|mtp|layers\.(?!10\.)\d"
-)  # not of the layers, or of one of them
+_OTHERS = re.compile(r"vision|visual|mtp|layers\.(?!10\.)\d")  # of no layer, or of one alone
 
 
 def _roles(fields: Mapping[str, Any]) -> tuple[Role, ...]:
     """Quantized roles: experts alone where the attention is left out (Kimi-K2.5, NVIDIA's NVFP4, Qwen3.5)."""
     keys = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
     names = [str(name) for key in keys for name in fields.get(key) or ()]
-    names += [rule[2:] for rule in fields.get("dynamic") or () if rule.startswith("-:")]
+    names += [rule for rule in fields.get("dynamic") or () if rule.startswith("-:")]
     is_left_out = any(_LEFT_OUT.search(name) and not _OTHERS.search(name) for name in names)
     return ("expert",) if is_left_out else ("linear", "expert")
 

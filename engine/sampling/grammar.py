@@ -148,7 +148,11 @@ class GrammarCompiler:
 
     def structural_tag_mask(self, tag: Mapping[str, Any], num_sequences: int = 1) -> GrammarMask:
         """Compile a structural tag to a mask; special tokens of the tokenizer are tokens in its texts."""
-        return self.mask(structural_tag(tag, WHITESPACE, self._special), num_sequences)
+        schemas = [
+            form["json_schema"] for form in tag.get("rules", {}).values() if "json_schema" in form
+        ]
+        grammar = structural_tag(tag, WHITESPACE, self._special)
+        return self.mask(grammar, num_sequences, sum(map(num_states, schemas)))
 
     def _place_of_error(self, schema: Mapping[str, Any], message: str) -> str:
         """JSON pointer of the smallest subschema that fails with `message`; "" for the whole.

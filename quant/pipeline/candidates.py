@@ -43,9 +43,9 @@ _INTEGERS = {f"int{bits}": bits for bits in SUPPORTED_BITS}
 _ASYMMETRIC = "-asym"
 _FLOATS = ("fp8", "nvfp4", "mxfp4")  # methods whose schemes go into one file with integers
 _SOLVED_LAYERS, _SOLVED_SHARE, _SOLVED_ROWS = 6, 0.4, 192
-"""Layers that are solved for every scheme, at most and as a share of all, and rows of a linear that are solved
-at least. Elsewhere `nearest` to `_ANCHOR_BITS` is solved: in layer 3 of SmolLM2-135M the costs of all schemes
-have the same ratios to it in all linears, within 5 % as a rule."""
+"""Layers that are solved for every scheme, at most and as a share of all, and rows of a linear that are
+solved at least. Elsewhere `nearest` to `_ANCHOR_BITS` is solved: in layer 3 of SmolLM2-135M the costs of all
+schemes have the same ratios to it in all linears, within 5 % as a rule."""
 _ANCHOR_BITS = 4.0
 
 

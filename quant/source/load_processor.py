@@ -13,6 +13,7 @@ from ...base.extras import require
 from ..base.plain_tokenizer import plain_tokenizer, quiet
 from ..families.registry import model_family, type_of
 from ..model.checkpoint import gguf_file_of
+from .tokenizer_file import as_in_file
 
 
 def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
@@ -63,11 +64,12 @@ def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
         arguments["config"] = config
     from transformers import AutoTokenizer
 
-    return quiet(
-        AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code, **arguments
-        )
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=trust_remote_code, **arguments
     )
+    if "auto_map" in declared or "auto_map" in model:
+        return quiet(tokenizer)  # code of its own
+    return as_in_file(quiet(tokenizer), folder)
 
 
 def _is_plain(folder: Path, declared: Mapping[str, Any], model: Mapping[str, Any]) -> bool:

@@ -397,7 +397,7 @@ def add_completions(app: FastAPI, service: Service) -> None:
         """Continue one or more prompts."""
         arrival_seconds = time.perf_counter()
         service.check(body, request)
-        params = await service.params(request, body)
+        params = await service.params(request, body, body.constraint())
         prompts, suffix = body.prompts, body.suffix
         if suffix:
             prompts = [service.text.filled_in(prompt, suffix) for prompt in prompts]

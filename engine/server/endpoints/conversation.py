@@ -18,8 +18,8 @@ from ...base.image_input import NO_IMAGES
 from ...base.sampling_params import SamplingParams
 from ...multimodal.processor import PreparedPrompt
 from ...scheduling.outputs import Completion, RequestOutput
-from ..parsing.call_grammar import calls_in_text
-from ..parsing.formats import FORCED, HARMONY, Event, Parsed, Reasoning, ToolFormat
+from ..parsing.call_grammar import calls_in_text, shaped_answer
+from ..parsing.formats import FORCED, HARMONY, Event, Parsed, Reasoning, ReasoningFormat, ToolFormat
 from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.chat_protocol import ChatMessage, ChatRequest, Tool
 from ..protocol.errors import ApiError, bad_field
@@ -62,26 +62,33 @@ async def prepare(
     service.check(body)
     text = service.text
     tools = _tool_format(body, text)
-    params = await service.params(request, body)
     prompt = await render(service, body.messages, body.usable_tools, body.template_options)
     token_ids = prompt.token_ids
-    # An output that a grammar constrains from its first token has no reasoning.
-    constraint = body.constraint()
-    may_reason = constraint is None or constraint.kind == "structural_tag"
-    reasoning = text.reasoning_format if may_reason else None
     prompt_end = text.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
+    reasoning = _reasoning(body, text, prompt_end)
     begun = body.messages[-1].content or "" if body.continue_final_message else ""
+    in_reasoning = reasoning is not None and (
+        reasoning.is_begun_by(prompt_end) or reasoning.is_open_in(begun)
+    )
+    constraint = whole = body.constraint()
+    if constraint is not None and constraint.is_form and (reasoning or tools is HARMONY):
+        tag = shaped_answer(constraint.form, reasoning, in_reasoning=in_reasoning)
+        whole = Constraint("structural_tag", tag, constraint.field, constraint.value)
+    try:
+        params = await service.params(request, body, whole)
+    except ApiError:  # of the client's own schema the error names the place
+        await service.params(request, body, constraint)
+        raise
     form = OutputFormat(
         tools,
         reasoning,
-        reasoning is not None
-        and (reasoning.is_begun_by(prompt_end) or reasoning.is_open_in(begun)),
+        in_reasoning,
         {tool.function.name: tool.function.parameters for tool in body.usable_tools},
         1 if body.parallel_tool_calls is False else None,
         text.stop_texts,
         hashlib.sha256(array("q", token_ids)).hexdigest(),
     )
-    if form.needs_special_tokens:
+    if form.needs_special_tokens(text.special_texts):
         params = replace(params, skip_special_tokens=False)
     if service.script and params.token_mask is None:
         whole = text.decode(token_ids, skip_special_tokens=False)
@@ -93,6 +100,16 @@ async def prepare(
         params = await _declared_calls(service, request, form, params)
     prepared = Asked(request, body, params, [token_ids], id_prefix, arrival_seconds, prompt.images)
     return prepared, form
+
+
+def _reasoning(body: ChatRequest, text: Tokenization, prompt_end: str) -> ReasoningFormat | None:
+    """Format of the reasoning; None where there is none before an output by a grammar: that is a forced call,
+    or the client or the template switched it off."""
+    form, constraint = text.reasoning_format, body.constraint()
+    if form is None or constraint is None or not constraint.is_form:
+        return form
+    is_off = False in map(body.template_options.get, ("enable_thinking", "thinking"))
+    return None if body.is_forced_json or is_off or form.end in prompt_end else form
 
 
 async def converse(
@@ -187,7 +204,8 @@ def _tool_format(body: ChatRequest, text: Tokenization) -> ToolFormat | None:
     """Format of the tool calls in the output; None for a request without usable tools."""
     if not body.usable_tools:
         # Harmony has channels with and without tools.
-        is_harmony = text.tool_format is HARMONY and body.constraint() is None
+        constraint = body.constraint()
+        is_harmony = text.tool_format is HARMONY and (constraint is None or constraint.is_form)
         return HARMONY if is_harmony else None
     if not text.takes_tools:
         problem = "the model's chat template does not support them; give one with --chat-template"

@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -274,7 +275,7 @@ async def answer(service: Service, body: OllamaChat | OllamaGenerate, request: R
         arrival_seconds = time.perf_counter()
         plain = body.raw_request(service.max_model_len)
         service.check(plain)
-        params = await service.params(request, plain)
+        params = await service.params(request, plain, plain.constraint())
         prompts = await service.text.encode([_plain_prompt(service, body)])
         prepared = Asked(request, plain, params, prompts, ID_PREFIX, arrival_seconds)
         form = OutputFormat()
@@ -318,6 +319,8 @@ async def embedded(service: Service, request: Request, body: EmbedRequest) -> di
     note_ignored(request, [*(body.model_extra or ()), *body.options.ignored])
     body.model = known(service, body.model)
     pooling = service.pooling.embedder()
+    if body.prompt is None:  # Ollama's newer endpoint has unit vectors of every model
+        pooling = replace(pooling, normalize=True)
     embedding = body.embedding_request(body.input or [])
     prompts = await service.text.encode(
         embedding.inputs, max_tokens=embedding.truncate_prompt_tokens

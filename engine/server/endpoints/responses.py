@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -297,8 +297,13 @@ class ItemResponse(ConversationResponse):
         return compact_json(response).removesuffix(b"}") + b"," + self._echo.removeprefix(b"{")
 
 
-def echo_of(body: ResponsesRequest) -> bytes:
-    """The members of a response that repeat the request's, as a JSON object."""
+def echo_of(body: ResponsesRequest, defaults: Mapping[str, float]) -> bytes:
+    """The members of a response that repeat the request's, or the model's defaults, as a JSON object."""
+
+    def sampled(name: str) -> float:
+        given = getattr(body, name)
+        return defaults.get(name, 1.0) if given is None else given
+
     form = TextFormat() if body.text is None else body.text.format
     choice = body.tool_choice or "auto"
     repeated = {
@@ -309,12 +314,12 @@ def echo_of(body: ResponsesRequest) -> bytes:
         "previous_response_id": None,
         "reasoning": None if body.reasoning is None else body.reasoning.model_dump(),
         "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": sampled("temperature"),
         "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": sampled("top_p"),
         "truncation": "disabled",
     }
     return b"".join(json_pieces(repeated))
@@ -330,7 +335,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
             turns = body.turns
             if not service.images.are_taken:  # an agent sends what it has once seen with every turn
                 turns = without_images(turns)
-            return body.chat_request(turns), echo_of(body)
+            return body.chat_request(turns), echo_of(body, service.default_sampling)
 
         chat, echo = await service.off_loop(request, translated)
         return await converse(

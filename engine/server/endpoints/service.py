@@ -32,6 +32,7 @@ from ...scheduling.outputs import RequestOutput
 from ..protocol.errors import ApiError
 from ..protocol.generation_protocol import GenerationRequest, PoolingRequest, StreamOptions
 from ..protocol.server_options import ScriptedText
+from ..protocol.structure import Constraint
 from ..requests.loop import EngineLoop
 from ..requests.middleware import MAX_ON_LOOP
 from ..requests.request_record import (
@@ -194,10 +195,12 @@ class Service:
         self.check_model(name)
         return name if name in self.adapters else None
 
-    async def params(self, request: Request, body: GenerationRequest) -> SamplingParams:
-        """Sampling parameters, with the token mask of the request's structured output. Raises `BadInput` or
-        `ApiError`: values out of range, an invalid schema or grammar, or a client that left."""
-        params, constraint = body.sampling_params(), body.constraint()
+    async def params(
+        self, request: Request, body: GenerationRequest, constraint: Constraint | None
+    ) -> SamplingParams:
+        """Sampling parameters, with the token mask of a structured output. Raises `BadInput` or `ApiError`:
+        values out of range, an invalid schema or grammar, or a client that left."""
+        params = body.sampling_params()
         defaults = self.default_sampling.items()
         params = replace(params, **{n: value for n, value in defaults if getattr(body, n) is None})
         if constraint is None:

@@ -117,6 +117,10 @@ class Tokenization:
         return f"{before}{prompt}{after}{suffix}{between}"
 
     @property
+    def special_texts(self) -> Sequence[str]:
+        return self._guard.texts
+
+    @property
     def takes_tools(self) -> bool:
         return "tools" in self.template_text
 
@@ -347,12 +351,12 @@ class SpecialTexts:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         added = {} if backend is None else backend.get_added_tokens_decoder()
         special = (token.content for token in added.values() if token.special)
-        self._texts = sorted(text for text in special if len(text) > 1 and BREAK not in text)
+        self.texts = sorted(text for text in special if len(text) > 1 and BREAK not in text)
 
     def broken(self, value: Any) -> Any:
         """A message or a tool for the template, with a break in each special token of its texts."""
         if isinstance(value, str):
-            for text in self._texts:
+            for text in self.texts:
                 while text in value:  # one may begin within another of the same text
                     value = value.replace(text, f"{text[0]}{BREAK}{text[1:]}")
             return value

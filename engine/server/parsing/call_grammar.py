@@ -1,5 +1,5 @@
 """Grammar of an output with tools, as a structural tag: in free text a call, once it has begun, names a
-declared tool and has arguments by its schema.
+declared tool and has arguments by its schema. An answer by a grammar may have reasoning before it.
 
 A call begins with the marker of its format. Formats that know calls without one, at the beginning of an
 output, are told by how those begin, and no text begins so.
@@ -22,6 +22,9 @@ _ELSEWHERE = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
 _SPACE = r"[ \n]{0,2}"
 _KEY = r"[A-Za-z0-9_.\-]{1,64}"
 _ANY: Form = {"type": "any_text"}
+_ANSWER = " answer"
+_SPOKEN: Form = {"type": "any_text", "excludes": [CHANNEL, START, MESSAGE, *ENDS]}
+_TURN: Form = {"type": "const_string", "value": f"{START}assistant"}
 _BEGINS = {"json": r'\s*\{ ?"name"', "python": r"\s*\[ ?[A-Za-z_][A-Za-z0-9_.]*\("}
 """Beginning of a call without a marker, by the style of its format."""
 
@@ -64,23 +67,44 @@ def calls_in_text(
             bare = [_sequence(calls, _optional(_const(form.end))) for calls in bare]
         whole = _either([*bare, text])
     if reasoning is not None:
-        whole = _after(reasoning, in_reasoning, whole, text, rules)
+        text["begins_unlike"].append(_begins(reasoning))
+        whole = _after(reasoning, in_reasoning, whole, rules)
     return {"type": "structural_tag", "format": whole, "rules": rules}
 
 
+def shaped_answer(answer: Form, reasoning: ReasoningFormat | None, *, in_reasoning: bool) -> Form:
+    """Write the structural tag of free reasoning and an answer of that form; without a format of reasoning it
+    is harmony's last message."""
+    rules: dict[str, Form] = {_ANSWER: answer}
+    if reasoning is None:
+        thought = _sequence(*_channel("analysis"), _tag("", _SPOKEN, "<|end|>"), _TURN)
+        final = _sequence(*_channel("final"), _named(_ANSWER))
+        whole = _sequence({"type": "star", "content": thought}, final)
+    else:
+        whole = _after(reasoning, in_reasoning, answer, rules, _pattern(r"\s{0,4}"))
+    return {"type": "structural_tag", "format": whole, "rules": rules}
+
+
+def _begins(reasoning: ReasoningFormat) -> str:
+    return r"\s*" + re.escape(reasoning.start)
+
+
 def _after(
-    reasoning: ReasoningFormat, has_begun: bool, answer: Form, text: Form, rules: dict[str, Form]
+    reasoning: ReasoningFormat,
+    has_begun: bool,
+    answer: Form,
+    rules: dict[str, Form],
+    *between: Form,
 ) -> Form:
     """Reasoning up to its end, and an answer; one that has not begun may be left out."""
-    begins = r"\s*" + re.escape(reasoning.start)
-    text["begins_unlike"] = [*text["begins_unlike"], begins]
-    rules[" answer"] = answer
-    thought = _tag("", _ANY, reasoning.end)
+    rules[_ANSWER] = answer
+    begins = _begins(reasoning)
+    thought = [_tag("", _ANY, reasoning.end), *between]
     if has_begun:
-        return _sequence(thought, _named(" answer"))
+        return _sequence(*thought, _named(_ANSWER))
     # The marker is a special token in some tokenizers, and in others text.
     marker = _either([_pattern(begins), _sequence(_pattern(r"\s*"), _const(reasoning.start))])
-    return _either([_sequence(marker, thought, _named(" answer")), _named(" answer")])
+    return _either([_sequence(marker, *thought, _named(_ANSWER)), _named(_ANSWER)])
 
 
 def _closed(schema: Schema) -> dict[str, Any]:
@@ -223,11 +247,9 @@ def _python_value(declared: Any) -> Form:
 
 def _messages(names: Iterable[str]) -> Form:
     """Messages in channels, of which the last is a call, or the answer."""
-    text = {"type": "any_text", "excludes": [CHANNEL, START, MESSAGE, *ENDS]}
-    spoken = _sequence(
-        _const(CHANNEL), _either(map(_const, ("analysis", "commentary", "final"))), _const(MESSAGE)
-    )
-    message = _sequence(spoken, _tag("", text, "<|end|>"), _const(f"{START}assistant"))
+    text = _SPOKEN
+    spoken = _sequence(*_channel("analysis", "commentary", "final"))
+    message = _sequence(spoken, _tag("", text, "<|end|>"), _TURN)
     channel = _sequence(_const(CHANNEL), _either(map(_const, ("commentary", "analysis"))))
     calls = []
     for name in names:
@@ -237,6 +259,11 @@ def _messages(names: Iterable[str]) -> Form:
         calls.append(_sequence(header, _optional(kind), body))
     last = _either([*calls, _sequence(spoken, text), text])
     return _sequence({"type": "star", "content": message}, last)
+
+
+def _channel(*names: str) -> tuple[Form, ...]:
+    """The header of a message in one of the channels."""
+    return _const(CHANNEL), _either(map(_const, names)), _const(MESSAGE)
 
 
 def _with_shared(declared: Any, schema: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ reasoning, `final` the answer, and a message to `functions.NAME` a call of that 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,9 +70,11 @@ class OutputFormat:
     stop_texts: Sequence[str] = ()
     call_seed: str = ""
 
-    @property
-    def needs_special_tokens(self) -> bool:
-        return any(part is not None and part.special for part in (self.tools, self.reasoning))
+    def needs_special_tokens(self, special: Collection[str]) -> bool:
+        """True if a marker is a special token: by its format, or by the tokenizer, as in Granite 4."""
+        parts = [part for part in (self.tools, self.reasoning) if part is not None]
+        markers = {marker for part in parts for marker in (part.start, part.end)}
+        return any(part.special for part in parts) or not markers.isdisjoint(special)
 
 
 class OutputParser:

@@ -196,6 +196,20 @@ class Constraint:
     def num_characters(self) -> int:
         return len(json.dumps(self.value if self.sent is None else self.sent))
 
+    @property
+    def is_form(self) -> bool:
+        """False for a structural tag, which shapes the reasoning too."""
+        return self.kind != "structural_tag"
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The constraint as a format of a structural tag."""
+        if self.kind == "choice":
+            texts = [{"type": "const_string", "value": text} for text in self.value]
+            return {"type": "or", "elements": texts}
+        name = "pattern" if self.kind == "regex" else self.kind
+        return {"type": self.kind, name: self.value}
+
 
 class JsonSchemaFormat(BaseModel):
     """`response_format.json_schema`, and the fields of the Responses API's `text.format`."""

@@ -105,7 +105,9 @@ class GptqFormat(WeightFormat):
         index = None
         if "g_idx" in stored:
             index = stored.group_index("g_idx", in_features, groups)
-            if torch.equal(index, sequential_groups(scheme, in_features).to(index.device)):
+            in_order = sequential_groups(scheme, in_features).to(index.device)
+            # All zeros stand for no index, as in exllamav2 and text-generation-inference.
+            if not index.any() or torch.equal(index, in_order):
                 index = None
         offset = zero_offset(stored_zeros, scheme, config, module)
         return IntTensor(

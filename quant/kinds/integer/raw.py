@@ -100,7 +100,7 @@ def read_gptq(entries: Entries, module: str, config: Config) -> Raw:
             raise ValueError(f"g_idx has shape {index.shape} for {codes.shape[1]} inputs")
         if index.min() < 0 or index.max() >= groups:
             problems += (f"has a g_idx outside 0..{groups - 1}",)
-    else:
+    if f"{module}.g_idx" not in entries or not index.any():  # zeros alone stand for none
         index = (np.arange(codes.shape[1]) // (codes.shape[1] // groups)).astype(np.int32)
     zeros, extra = rows_first(zeros.astype(np.uint8)), {"group_index": index}
     return _raw(codes, rows_first(stored), scales.T, zeros, group_size, extra, problems)

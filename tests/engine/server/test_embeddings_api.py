@@ -68,6 +68,19 @@ def test_the_sdk_reads_them_from_base64_and_sends_token_ids(embedder: RunningSer
     assert len(small.data[0].embedding) == 16
 
 
+def test_ollamas_newer_endpoint_has_unit_vectors_of_every_model(tmp_path: Path) -> None:
+    """The older one does not normalize: `EmbeddingsHandler` and `EmbedHandler` of Ollama's server/routes.go."""
+    folder = write_modules(tmp_path / "model", "mean")
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps(modules[:2]))
+    with running(make_engine(str(folder))) as server, server.http() as http:
+        asked = {"model": "tiny", "input": "Lily", "prompt": "Lily"}
+        (unit,) = http.post("/api/embed", json={**asked, "prompt": None}).json()["embeddings"]
+        raw = http.post("/api/embeddings", json={**asked, "input": None}).json()["embedding"]
+    assert np.linalg.norm(unit) == pytest.approx(1) and np.linalg.norm(raw) != pytest.approx(1)
+    np.testing.assert_allclose(np.array(raw) / np.linalg.norm(raw), unit, rtol=1e-5)
+
+
 def test_ollama_s_shapes(embedder: RunningServer) -> None:
     texts = ["One text", "another"]
     expected = vectors(embedder, texts)

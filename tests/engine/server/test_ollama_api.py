@@ -152,10 +152,12 @@ def test_a_format_holds(served: RunningServer) -> None:
         "required": ["dry"],
         "additionalProperties": False,
     }
-    answer = whole(served, "/api/chat", messages=USER, format=schema, options={"temperature": 0})
+    asked: Any = {"messages": USER, "format": schema, "think": False}
+    answer = whole(served, "/api/chat", **asked, options={"temperature": 0})
     assert set(json.loads(answer["message"]["content"])) == {"dry"}
     options = {"temperature": 0, "num_predict": 5}
-    answer = whole(served, "/api/generate", prompt="A pet?", format="json", options=options)
+    asked = {"prompt": "A pet?", "format": "json", "think": False}
+    answer = whole(served, "/api/generate", **asked, options=options)
     assert answer["response"].lstrip().startswith("{")
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from llmopt.engine.server.parsing.formats import HERMES, THINK
+from llmopt.engine.server.parsing.parser import OutputFormat
 from llmopt.engine.server.protocol.chat_protocol import ChatMessage
 
 from ...support.live_server import RunningServer, events, make_engine, running
@@ -58,6 +60,60 @@ def test_reasoning_that_the_client_began_goes_on(
     with thinking.http() as http:
         message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("Hm.", "It is dry.")
+
+
+SHAPED: dict[str, Any] = {"structured_outputs": {"choice": ["dry", "wet"]}}
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [
+        ({}, "<dw"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "dw"),
+        ({"reasoning_effort": "none"}, "dw"),
+        ({"chat_template_kwargs": {"begun": True}}, "any"),
+    ],
+)
+def test_a_shaped_answer_may_have_reasoning_before_it(
+    thinking: RunningServer, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], first: str
+) -> None:
+    """As in vLLM and Ollama. Without thinking the first token is the answer's."""
+    masks: list[Any] = []
+    add_request = thinking.engine.add_request
+
+    def add(request_id: str, prompt: Any, params: Any, **others: Any) -> None:
+        masks.append(params.token_mask)
+        add_request(request_id, prompt, params, **others)
+
+    monkeypatch.setattr(thinking.engine, "add_request", add)
+    body = {"messages": USER, "max_tokens": 1, "temperature": 0, **SHAPED, **options}
+    with thinking.http() as http:
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+    words = masks[0].allowed([], []).tolist()
+    tokenizer = thinking.engine.tokenizer
+    allowed = {
+        tokenizer.decode([i])
+        for i in range(thinking.engine.vocab_size)
+        if words[i // 32] >> (i % 32) & 1
+    }
+    begins = {text.strip()[:1] for text in allowed} - {"", "\ufffd"}  # white space and its bytes
+    assert begins >= {"a", "Z"} if first == "any" else begins == {*first}
+
+
+def test_a_wrong_schema_of_a_thinking_model_is_named_by_its_place(thinking: RunningServer) -> None:
+    body = {"messages": USER, "guided_json": {"properties": {"a": {"type": "strin"}}}}
+    with thinking.http() as http:
+        answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "guided_json/properties/a: Invalid type" in answer.json()["error"]["message"]
+
+
+def test_a_marker_that_the_tokenizer_has_as_a_special_token_is_decoded() -> None:
+    """Granite 4 has Hermes' markers so, and its calls came as text."""
+    form = OutputFormat(HERMES)
+    assert form.needs_special_tokens(["<s>", "<tool_call>"])
+    assert not form.needs_special_tokens(["<s>"])
+    assert OutputFormat(reasoning=THINK).needs_special_tokens(["</think>"])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from typing import Any
 
 import openai
 import pytest
+from llmopt.engine.server.endpoints.responses import echo_of
+from llmopt.engine.server.protocol.responses_protocol import ResponsesRequest
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -108,6 +110,14 @@ def test_logprobs_of_a_message_are_those_of_its_text(
     deltas = [e for e in streamed(served, **body) if e.type == "response.output_text.delta"]
     tokens = [token.token for delta in deltas for token in delta.logprobs]
     assert tokens == [token.token for token in message.content[0].logprobs]
+
+
+def test_the_answer_names_the_sampling_that_made_it() -> None:
+    """A model's own defaults, where the request has none."""
+    body = ResponsesRequest.model_validate({"input": "Hi", "top_p": 0.5})
+    echo = json.loads(echo_of(body, {"temperature": 0.6, "top_p": 0.95}))
+    assert (echo["temperature"], echo["top_p"]) == (0.6, 0.5)
+    assert json.loads(echo_of(body, {}))["temperature"] == 1.0
 
 
 def test_a_conversation_goes_on_with_its_items(

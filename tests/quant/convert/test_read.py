@@ -141,12 +141,11 @@ def autogptq_words(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("label", ["gptq", None])
-@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("order", ["in order", "permuted", "zeros"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_a_checkpoint_of_autogptq(
-    tmp_path: Path, bits: int, permuted: bool, label: str | None
-) -> None:
-    """Asymmetric, with one taken from each zero code before it was packed."""
+def test_a_checkpoint_of_autogptq(tmp_path: Path, bits: int, order: str, label: str | None) -> None:
+    """Asymmetric, with one taken from each zero code before it was packed. A g_idx of zeros alone is none."""
+    permuted = order == "permuted"
     codes = torch.randint(0, 2**bits, (64, 32))
     zeros = torch.randint(1, 2**bits, (2, 32))
     scales = torch.rand(2, 32).half() + 0.1
@@ -155,7 +154,7 @@ def test_a_checkpoint_of_autogptq(
         f"{MODULE}.qweight": autogptq_words(codes, bits),
         f"{MODULE}.qzeros": autogptq_words((zeros - 1).T, bits).T.contiguous(),
         f"{MODULE}.scales": scales,
-        f"{MODULE}.g_idx": groups.to(torch.int32),
+        f"{MODULE}.g_idx": groups.to(torch.int32) * (order != "zeros"),
         f"{MODULE}.bias": torch.zeros(32),
     }
     config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": permuted}

@@ -9,9 +9,10 @@ from typing import Any
 import jsonschema
 import pytest
 from llmopt.engine.sampling.grammar import GrammarCompiler
-from llmopt.engine.server.parsing.call_grammar import calls_in_text
+from llmopt.engine.server.parsing.call_grammar import calls_in_text, shaped_answer
 from llmopt.engine.server.parsing.formats import (
     FORMATS,
+    HARMONY,
     HERMES,
     LLAMA3_JSON,
     LLAMA4_PYTHONIC,
@@ -24,6 +25,7 @@ from llmopt.engine.server.parsing.formats import (
     ToolFormat,
 )
 from llmopt.engine.server.parsing.parser import OutputFormat, OutputParser
+from llmopt.engine.server.protocol.structure import Constraint
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -192,6 +194,46 @@ def test_reasoning_before_calls_is_free(
             assert Walk(compiler, tag).write(text) == others
     tag = calls_in_text(form, tools, reasoning)
     assert Walk(compiler, tag).write(call), "reasoning may be left out"
+
+
+SHAPES = [
+    (Constraint("json_schema", {"type": "object", "properties": {"a": {"type": "integer"}}}, ""), '{"a": 1}'),
+    (Constraint("regex", "[a-z]{3}-[0-9]", ""), "abc-7"),
+    (Constraint("choice", ["red", "green"], ""), "green"),
+    (Constraint("grammar", 'root ::= "a" [0-9]', ""), "a5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("constraint", "answer"), SHAPES, ids=lambda value: getattr(value, "kind", "")
+)
+@pytest.mark.parametrize("reasoning", [THINK, MISTRAL_THINK])
+def test_reasoning_before_a_shaped_answer_is_free(
+    constraint: Constraint, answer: str, reasoning: ReasoningFormat,
+    compiler: tuple[Any, GrammarCompiler],
+) -> None:  # fmt: skip
+    for in_reasoning in (False, True):
+        tag = shaped_answer(constraint.form, reasoning, in_reasoning=in_reasoning)
+        walk = Walk(compiler, tag)
+        begins = "" if in_reasoning else reasoning.start
+        assert walk.write(f'{begins}\nIt is {{"a or red{reasoning.end}\n\n') and not walk.may_end
+        assert not Walk(compiler, tag).write(f"{begins}Hm.{reasoning.end}!")
+        assert walk.write(answer) and walk.may_end
+        assert not walk.write("x")
+    assert Walk(compiler, shaped_answer(constraint.form, reasoning, in_reasoning=False)).write(
+        answer
+    )
+
+
+def test_harmonys_last_message_is_the_shaped_answer(compiler: tuple[Any, GrammarCompiler]) -> None:
+    for constraint, answer in SHAPES:
+        walk = Walk(compiler, shaped_answer(constraint.form, None, in_reasoning=False))
+        thought = "<|channel|>analysis<|message|>A user asks.<|end|><|start|>assistant"
+        assert walk.write(f"{thought}<|channel|>final<|message|>{answer}") and walk.may_end
+        form = OutputFormat(HARMONY)
+        whole = Parsed()
+        whole.add(OutputParser(form).feed(walk.text, is_last=True))
+        assert (whole.reasoning, whole.text) == ("A user asks.", answer)
 
 
 def test_calls_without_a_marker_are_of_declared_tools() -> None:
