@@ -32,6 +32,7 @@ _BROKEN = {
     "exclusiveMaximum": operator.ge,
 }
 """The comparison of a number with each bound that holds where it breaks the bound."""
+_OPENING = {"additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"}
 _EXACT = 2**53
 """llguidance reads numbers as float64: integers above this one are rounded."""
 MAX_REMAINDERS, MAX_STATES = 4096, 2**17
@@ -44,7 +45,8 @@ _CONTROLS = "".join(map(chr, range(32)))
 
 
 def enforceable(schema: Schema, path: str = "") -> Schema:
-    """The schema, with patterns that llguidance enforces; outputs satisfy the one that was given.
+    """The schema, with patterns that llguidance enforces, and objects closed that name their properties;
+    outputs satisfy the one that was given.
 
     Raises:
         BadInput: a keyword whose outputs might not satisfy the schema, with its JSON pointer after `place`,
@@ -73,7 +75,25 @@ def enforceable(schema: Schema, path: str = "") -> Schema:
             part["pattern"] = _tight(part["pattern"])
         if isinstance(names := part.get("patternProperties"), dict):
             part["patternProperties"] = {_tight(name): inner for name, inner in names.items()}
+    if not any(map(_is_joined, parts.values())):
+        for part in filter(_has_its_names, parts.values()):
+            part["additionalProperties"] = False
     return schema
+
+
+def _is_joined(part: Schema) -> bool:
+    """True if several schemas are for the same object, so that none of them names all its properties."""
+    several = [key for key in ("properties", "$ref", *_IN_PLACE) if key in part]
+    return len(several) > 1 or len(part.get("allOf") or ()) > 1
+
+
+def _has_its_names(part: Schema) -> bool:
+    """True for an object whose schema names properties and does not say whether there may be others: a model
+    would add some without end. XGrammar in vLLM and llama.cpp take it as closed too."""
+    names = part.get("properties")
+    if not isinstance(names, dict) or not names or _OPENING & part.keys():
+        return False
+    return {*map(str, part.get("required") or ())} <= names.keys()
 
 
 def _subschemas(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -151,6 +152,35 @@ def test_every_output_satisfies_its_schema(vocabulary: LLTokenizer, kind: str) -
     assert len(finished) > WALKS // 3
     for output in finished:
         checked.validate(json.loads(output))
+
+
+def test_an_object_has_the_properties_that_its_schema_names() -> None:
+    """Pydantic names no `additionalProperties`, and a model adds properties without end."""
+    inner = {"type": "object", "properties": {"b": INTEGER}}
+    schema = {"properties": {"a": {"$ref": "#/$defs/b"}}, "required": ["a"], "$defs": {"b": inner}}
+    closed = enforceable(schema)
+    assert closed["additionalProperties"] is closed["$defs"]["b"]["additionalProperties"] is False
+    for left_open in (
+        {"type": "object"},
+        inner | {"additionalProperties": True},
+        inner | {"patternProperties": {"^x": INTEGER}},
+        inner | {"required": ["z"]},
+        {"allOf": [inner, {"properties": {"c": INTEGER}}]},
+        inner | {"anyOf": [{"required": ["b"]}, {"properties": {"c": INTEGER}}]},
+    ):
+        assert False not in [
+            part.get("additionalProperties") for part in objects(enforceable(left_open))
+        ]
+
+
+def objects(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+        for inner in value.values():
+            yield from objects(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from objects(inner)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
