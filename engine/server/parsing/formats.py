@@ -243,7 +243,8 @@ class ReasoningFormat:
 THINK = ReasoningFormat("think", "<think>", "</think>")
 MISTRAL_THINK = ReasoningFormat("mistral", "[THINK]", "[/THINK]", special=True)
 SEED_THINK = ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", special=True)
-REASONING_FORMATS = {form.name: form for form in (THINK, MISTRAL_THINK, SEED_THINK)}
+GEMMA4_THINK = ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", special=True)
+REASONING_FORMATS = {f.name: f for f in (THINK, MISTRAL_THINK, SEED_THINK, GEMMA4_THINK)}
 
 
 def reasoning_of_template(template: str) -> ReasoningFormat | None:

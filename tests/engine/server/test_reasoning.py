@@ -6,8 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from llmopt.engine.server.parsing.formats import HERMES, THINK
-from llmopt.engine.server.parsing.parser import OutputFormat
+from llmopt.engine.server.parsing.formats import (
+    GEMMA4_THINK,
+    HERMES,
+    THINK,
+    Parsed,
+    reasoning_of_template,
+)
+from llmopt.engine.server.parsing.parser import OutputFormat, OutputParser
 from llmopt.engine.server.protocol.chat_protocol import ChatMessage
 
 from ...support.live_server import RunningServer, events, make_engine, running
@@ -106,6 +112,18 @@ def test_a_wrong_schema_of_a_thinking_model_is_named_by_its_place(thinking: Runn
         answer = http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert "guided_json/properties/a: Invalid type" in answer.json()["error"]["message"]
+
+
+def test_gemma_4_thinks_in_a_channel() -> None:
+    template = "{{ '<|channel>thought\n<channel|>' if not enable_thinking else '' }}"
+    form = reasoning_of_template(template)
+    assert form is GEMMA4_THINK and reasoning_of_template("<|channel|>analysis") is None
+    whole = Parsed()
+    parser = OutputParser(OutputFormat(reasoning=form))
+    for piece in ("<|chan", "nel>thought\nA gree", "ting.\n<channel|>", "Hello!"):
+        whole.add(parser.feed(piece))
+    whole.add(parser.feed("", is_last=True))
+    assert (whole.reasoning, whole.text) == ("A greeting.", "Hello!")
 
 
 def test_a_marker_that_the_tokenizer_has_as_a_special_token_is_decoded() -> None:
