@@ -94,7 +94,7 @@ SERVED: Mapping[str, ServedEngine] = {
         ServedEngine("/ready", llmopt_metric, metrics_need_key=True, kv_dtypes=_OUR_CACHES),
         ServedEngine("/health", vllm_metric, VLLM, kv_dtypes=_VLLM_CACHES),
         ServedEngine(
-            "/ready",
+            "/health",  # 503 while it starts and once it drains; the documents name no `/ready`
             sglang_metric,
             SGLANG,
             words=["--enable-metrics"],
