@@ -269,11 +269,11 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
         return BF16
     method = stored.get("quant_method")
     if method in ("awq", "gptq"):
-        bits = stored.get("bits", stored.get("w_bit", 4))
-        per_input = 4 if method == "gptq" else 0  # g_idx: the group of each input channel
+        bits, roles = stored.get("bits", stored.get("w_bit", 4)), _roles(stored)
         group = stored.get("group_size", stored.get("q_group_size", 128))
-        recipe = WeightRecipe(f"int{bits}", bits, group, zero_bits=bits, roles=_roles(stored))
-        return replace(recipe, bytes_per_input=per_input)
+        index = 4 * (method == "gptq")  # g_idx: the group of each input channel
+        sizes = {"zero_bits": bits, "bytes_per_input": index}
+        return WeightRecipe(f"int{bits}", bits, group, roles=roles, **sizes)
     if method == "mxfp4":  # gpt-oss: the experts alone, a shared 8-bit exponent per 32 values
         return WeightRecipe("mxfp4", 4, group_size=32, scale_bits=8, roles=("expert",))
     if method == "fp8":
@@ -320,8 +320,8 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
 
 
 # An attention, or its projections but the small ones of a linear attention, in a list of plain modules.
-_LEFT_OUT = re.compile(r"attn(?:$|\W*\*|\.(?!in_proj_(?:a|b|ba)\b)\w*proj)")
-_OTHERS = re.compile(r"vision|visual|mtp|layers\.(?!10\.)\d")  # of no layer, or of one alone
+_LEFT_OUT = re.compile(r"attn(?:$|\W*\*|\.(?:q|q_b|qkv|o|in_proj_qkvz?|out)(?:_proj)?$)")
+_OTHERS = re.compile(r"vision|visual|audio|talker|code2wav|encoder|mtp")
 
 
 def _roles(fields: Mapping[str, Any]) -> tuple[Role, ...]:
@@ -329,8 +329,9 @@ def _roles(fields: Mapping[str, Any]) -> tuple[Role, ...]:
     keys = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
     names = [str(name) for key in keys for name in fields.get(key) or ()]
     names += [rule for rule in fields.get("dynamic") or () if rule.startswith("-:")]
-    is_left_out = any(_LEFT_OUT.search(name) and not _OTHERS.search(name) for name in names)
-    return ("expert",) if is_left_out else ("linear", "expert")
+    left_out = [name for name in names if _LEFT_OUT.search(name) and not _OTHERS.search(name)]
+    layers = {name.partition("layers.")[2].partition(".")[0] for name in left_out}
+    return ("expert",) if "" in layers or len(layers) > 1 else ("linear", "expert")
 
 
 def _gguf(stored: Mapping[str, Any]) -> WeightRecipe:

@@ -83,15 +83,17 @@ def enforceable(schema: Schema, path: str = "") -> Schema:
 
 def _is_joined(part: Schema) -> bool:
     """True if several schemas are for the same object, so that none of them names all its properties."""
-    several = [key for key in ("properties", "$ref", *_IN_PLACE) if key in part]
-    return len(several) > 1 or len(part.get("allOf") or ()) > 1
+    beside = {"properties", "required", "maxProperties", *_OPENING}
+    joining = [key for key in ("$ref", *_IN_PLACE) if key in part]
+    several = len(joining) > 1 or (joining and beside & part.keys()) or "oneOf" in part
+    return bool(several) or len(part.get("allOf") or ()) > 1
 
 
 def _has_its_names(part: Schema) -> bool:
     """True for an object whose schema names properties and does not say whether there may be others: a model
     would add some without end. XGrammar in vLLM and llama.cpp take it as closed too."""
     names = part.get("properties")
-    if not isinstance(names, dict) or not names or _OPENING & part.keys():
+    if not isinstance(names, dict) or not names or {*_OPENING, "enum", "const"} & part.keys():
         return False
     return {*map(str, part.get("required") or ())} <= names.keys()
 

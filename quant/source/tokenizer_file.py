@@ -23,15 +23,21 @@ def as_in_file(tokenizer: Any, folder: Path) -> Any:
     file, backend = folder / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not file.is_file() or not _differs(backend, file):
         return tokenizer
+    if tokenizer.init_kwargs.get(
+        "add_prefix_space"
+    ):  # an option of the folder's, which the class takes
+        return tokenizer
     from transformers import PreTrainedTokenizerFast
 
     plain = quiet(PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True))
     texts = [PROBE[at:] for at in range(0, len(PROBE), 7)]
     if plain(texts).input_ids == tokenizer(texts).input_ids:
         return tokenizer
+    vocabulary = plain.get_vocab()
     for name in _SPECIAL:  # of which a class has defaults
-        if getattr(plain, name) is None:
-            setattr(plain, name, getattr(tokenizer, name))
+        default = getattr(tokenizer, name)
+        if getattr(plain, name) is None and default in vocabulary:
+            setattr(plain, name, default)
     return plain
 
 

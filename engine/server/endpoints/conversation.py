@@ -71,7 +71,10 @@ async def prepare(
         reasoning.is_begun_by(prompt_end) or reasoning.is_open_in(begun)
     )
     constraint = whole = body.constraint()
-    if constraint is not None and constraint.is_form and (reasoning or tools is HARMONY):
+    in_message = tools is HARMONY and body.continue_final_message
+    if constraint is not None and constraint.kind == "choice":  # refuses texts that end the output
+        await service.params(request, body, constraint)
+    if constraint and constraint.is_form and not in_message and (reasoning or tools is HARMONY):
         tag = shaped_answer(constraint.form, reasoning, in_reasoning=in_reasoning)
         whole = Constraint("structural_tag", tag, constraint.field, constraint.value)
     try:
@@ -109,7 +112,8 @@ def _reasoning(body: ChatRequest, text: Tokenization, prompt_end: str) -> Reason
     if form is None or constraint is None or not constraint.is_form:
         return form
     is_off = False in map(body.template_options.get, ("enable_thinking", "thinking"))
-    return None if body.is_forced_json or is_off or form.end in prompt_end else form
+    is_closed = prompt_end.rstrip().endswith(form.end)
+    return None if body.is_forced_json or is_off or is_closed else form
 
 
 async def converse(

@@ -67,8 +67,8 @@ def calls_in_text(
             bare = [_sequence(calls, _optional(_const(form.end))) for calls in bare]
         whole = _either([*bare, text])
     if reasoning is not None:
-        text["begins_unlike"].append(_begins(reasoning))
-        whole = _after(reasoning, in_reasoning, whole, rules)
+        text["begins_unlike"].append(_begins(reasoning, r"\s*"))
+        whole = _after(reasoning, in_reasoning, whole, rules, r"\s*")
     return {"type": "structural_tag", "format": whole, "rules": rules}
 
 
@@ -77,16 +77,21 @@ def shaped_answer(answer: Form, reasoning: ReasoningFormat | None, *, in_reasoni
     is harmony's last message."""
     rules: dict[str, Form] = {_ANSWER: answer}
     if reasoning is None:
-        thought = _sequence(*_channel("analysis"), _tag("", _SPOKEN, "<|end|>"), _TURN)
-        final = _sequence(*_channel("final"), _named(_ANSWER))
+        thought = _sequence(
+            *_channel("analysis", "commentary"), _tag("", _SPOKEN, "<|end|>"), _TURN
+        )
+        channel, name, message = _channel("final")
+        kind = _optional(_const(" <|constrain|>json"))
+        final = _sequence(channel, name, kind, message, _named(_ANSWER))
         whole = _sequence({"type": "star", "content": thought}, final)
     else:
-        whole = _after(reasoning, in_reasoning, answer, rules, _pattern(r"\s{0,4}"))
+        space = r"\s{0,4}"  # bounded: a model would write white space for ever
+        whole = _after(reasoning, in_reasoning, answer, rules, space, _pattern(space))
     return {"type": "structural_tag", "format": whole, "rules": rules}
 
 
-def _begins(reasoning: ReasoningFormat) -> str:
-    return r"\s*" + re.escape(reasoning.start)
+def _begins(reasoning: ReasoningFormat, space: str) -> str:
+    return space + re.escape(reasoning.start)
 
 
 def _after(
@@ -94,16 +99,17 @@ def _after(
     has_begun: bool,
     answer: Form,
     rules: dict[str, Form],
+    space: str,
     *between: Form,
 ) -> Form:
     """Reasoning up to its end, and an answer; one that has not begun may be left out."""
     rules[_ANSWER] = answer
-    begins = _begins(reasoning)
+    begins = _begins(reasoning, space)
     thought = [_tag("", _ANY, reasoning.end), *between]
     if has_begun:
         return _sequence(*thought, _named(_ANSWER))
     # The marker is a special token in some tokenizers, and in others text.
-    marker = _either([_pattern(begins), _sequence(_pattern(r"\s*"), _const(reasoning.start))])
+    marker = _either([_pattern(begins), _sequence(_pattern(space), _const(reasoning.start))])
     return _either([_sequence(marker, *thought, _named(_ANSWER)), _named(_ANSWER)])
 
 

@@ -232,9 +232,16 @@ def test_an_attention_that_is_left_out_is_not_counted_as_quantized() -> None:
         # Qwen's own GPTQ of Qwen3.5, llm-compressor's usual list for it, and AutoAWQ's names in part.
         "gptq": {"dynamic": {"lm_head": {}, "-:.*attn.*": {}, "-:.*visual.*": {}}},
         "awq": {"modules_to_not_convert": ["self_attn", "mlp.gate"]},
-        "fp8": {"modules_to_not_convert": ["model.layers.10.linear_attn.in_proj_qkv"]},
+        "fp8": {
+            "modules_to_not_convert": [
+                "model.layers.10.linear_attn.in_proj_qkv",
+                "model.layers.11.self_attn.o_proj",
+            ]
+        },
     }
-    small = ["model.layers.10.linear_attn.in_proj_a", "model.layers.10.self_attn.q_norm"]
+    small = ["model.layers.10.linear_attn.in_proj_a", "model.layers.11.linear_attn.in_proj_a"]
+    small += ["audio_tower.layers.10.self_attn.q_proj", "audio_tower.layers.11.self_attn.q_proj"]
+    small += ["re:.*self_attn.kv_b_proj", "model.layers.10.self_attn.q_proj"]
     for method, fields in left_out.items():
         stored = {"quant_method": method, "bits": 4, "group_size": 128}
         assert stored_recipe({"quantization_config": stored | fields}).roles == ("expert",)

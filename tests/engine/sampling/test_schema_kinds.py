@@ -167,6 +167,10 @@ def test_an_object_has_the_properties_that_its_schema_names() -> None:
         inner | {"required": ["z"]},
         {"allOf": [inner, {"properties": {"c": INTEGER}}]},
         inner | {"anyOf": [{"required": ["b"]}, {"properties": {"c": INTEGER}}]},
+        inner | {"enum": [{"b": 1, "c": 2}]},
+        {"required": ["b", "c"], "anyOf": [inner]},
+        {"required": ["c"], "$ref": "#/$defs/b", "$defs": {"b": inner}},
+        {"patternProperties": {"^x": INTEGER}, "allOf": [inner]},
     ):
         assert False not in [
             part.get("additionalProperties") for part in objects(enforceable(left_open))

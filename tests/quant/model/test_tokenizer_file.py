@@ -19,7 +19,7 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 TEXTS = [PROBE, "IT'S 12345 tests.\n\nYes. 2024-01-02"] * 20
 
 
-def byte_level(expression: str) -> Tokenizer:
+def byte_level(expression: str, special: str = "<|endoftext|>") -> Tokenizer:
     made = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(expression), "isolated")
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -27,7 +27,7 @@ def byte_level(expression: str) -> Tokenizer:
     made.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=420, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"]
+        vocab_size=420, initial_alphabet=alphabet, special_tokens=[special]
     )
     made.train_from_iterator(TEXTS, trainer)
     return made
@@ -67,6 +67,14 @@ def test_the_split_of_the_file_is_kept(kind: str, model_type: str, tmp_path: Pat
     for text in TEXTS[:2]:
         assert ours.encode(text, add_special_tokens=False) == made.encode(text).ids
     assert ours.eos_token == "<|endoftext|>"
+
+
+def test_a_default_of_the_class_that_the_file_lacks_is_not_taken(tmp_path: Path) -> None:
+    """`<|endoftext|>` of GPT-2's class has no id here: looking it up would not end."""
+    saved(byte_level(CL100K, "</s>"), tmp_path, "GPT2Tokenizer", "llama")
+    ours = load_tokenizer(tmp_path)
+    assert ours.eos_token == "</s>" and ours.unk_token_id is None
+    assert ours.encode(TEXTS[1], add_special_tokens=False)
 
 
 def test_a_unigram_model_is_none_of_merges(tmp_path: Path) -> None:
