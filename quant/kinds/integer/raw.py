@@ -93,14 +93,14 @@ def read_gptq(entries: Entries, module: str, config: Config) -> Raw:
             problems = ("says symmetric, but its zero codes are not in the middle",)
     if first_version:
         zeros = (zeros + 1) & ((1 << bits) - 1)
-    groups = scales.shape[0]
+    groups, index = scales.shape[0], np.zeros(0, np.int32)
     if f"{module}.g_idx" in entries:
         index = read_array(entries[f"{module}.g_idx"], "I32").view(np.int32)
         if index.shape != (codes.shape[1],):
             raise ValueError(f"g_idx has shape {index.shape} for {codes.shape[1]} inputs")
         if index.min() < 0 or index.max() >= groups:
             problems += (f"has a g_idx outside 0..{groups - 1}",)
-    if f"{module}.g_idx" not in entries or not index.any():  # zeros alone stand for none
+    if not index.any():  # zeros alone stand for none
         index = (np.arange(codes.shape[1]) // (codes.shape[1] // groups)).astype(np.int32)
     zeros, extra = rows_first(zeros.astype(np.uint8)), {"group_index": index}
     return _raw(codes, rows_first(stored), scales.T, zeros, group_size, extra, problems)
