@@ -74,9 +74,9 @@ def test_ollamas_newer_endpoint_has_unit_vectors_of_every_model(tmp_path: Path) 
     modules = json.loads((folder / "modules.json").read_text())
     (folder / "modules.json").write_text(json.dumps(modules[:2]))
     with running(make_engine(str(folder))) as server, server.http() as http:
-        asked = {"model": "tiny", "input": "Lily", "prompt": "Lily"}
-        (unit,) = http.post("/api/embed", json={**asked, "prompt": None}).json()["embeddings"]
-        raw = http.post("/api/embeddings", json={**asked, "input": None}).json()["embedding"]
+        texts = {"model": "tiny", "input": "Lily", "prompt": "Lily"}
+        (unit,) = http.post("/api/embed", json={**texts, "prompt": None}).json()["embeddings"]
+        raw = http.post("/api/embeddings", json={**texts, "input": None}).json()["embedding"]
     assert np.linalg.norm(unit) == pytest.approx(1) and np.linalg.norm(raw) != pytest.approx(1)
     np.testing.assert_allclose(np.array(raw) / np.linalg.norm(raw), unit, rtol=1e-5)
 

@@ -152,12 +152,12 @@ def test_a_format_holds(served: RunningServer) -> None:
         "required": ["dry"],
         "additionalProperties": False,
     }
-    asked: Any = {"messages": USER, "format": schema, "think": False}
-    answer = whole(served, "/api/chat", **asked, options={"temperature": 0})
+    body: Any = {"messages": USER, "format": schema, "think": False}
+    answer = whole(served, "/api/chat", **body, options={"temperature": 0})
     assert set(json.loads(answer["message"]["content"])) == {"dry"}
     options = {"temperature": 0, "num_predict": 5}
-    asked = {"prompt": "A pet?", "format": "json", "think": False}
-    answer = whole(served, "/api/generate", **asked, options=options)
+    body = {"prompt": "A pet?", "format": "json", "think": False}
+    answer = whole(served, "/api/generate", **body, options=options)
     assert answer["response"].lstrip().startswith("{")
 
 

@@ -83,7 +83,7 @@ SHAPED: dict[str, Any] = {"structured_outputs": {"choice": ["dry", "wet"]}}
 def test_a_shaped_answer_may_have_reasoning_before_it(
     thinking: RunningServer, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], first: str
 ) -> None:
-    """As in vLLM and Ollama. Without thinking the first token is the answer's."""
+    """Reasoning is free in vLLM and Ollama too. Without thinking the first token is the answer's."""
     masks: list[Any] = []
     add_request = thinking.engine.add_request
 
@@ -95,12 +95,12 @@ def test_a_shaped_answer_may_have_reasoning_before_it(
     body = {"messages": USER, "max_tokens": 1, "temperature": 0, **SHAPED, **options}
     with thinking.http() as http:
         assert http.post("/v1/chat/completions", json=body).status_code == 200
-    words = masks[0].allowed([], []).tolist()
+    bitmask = masks[0].allowed([], []).tolist()
     tokenizer = thinking.engine.tokenizer
     allowed = {
         tokenizer.decode([i])
         for i in range(thinking.engine.vocab_size)
-        if words[i // 32] >> (i % 32) & 1
+        if bitmask[i // 32] >> (i % 32) & 1
     }
     begins = {text.strip()[:1] for text in allowed} - {"", "\ufffd"}  # white space and its bytes
     assert begins >= {"a", "Z"} if first == "any" else begins == {*first}

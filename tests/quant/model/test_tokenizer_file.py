@@ -1,4 +1,4 @@
-"""What tokenizer.json holds decides, where the class that a folder declares would cut texts in another way."""
+"""The file tokenizer.json decides, where the class that a folder declares would cut texts in another way."""
 
 from __future__ import annotations
 
