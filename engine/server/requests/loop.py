@@ -300,25 +300,27 @@ class EngineLoop:
             stream.push(output)
 
     def _run_calls(self, *, wait: bool) -> list[_EngineCall]:
-        """Run the calls of the inbox, waiting for a first one where `wait`; returns them."""
+        """Run the calls that the inbox has by now, waiting for a first one where `wait`; returns them. Those
+        that arrive meanwhile wait for a step, which a burst of requests would put off otherwise."""
         calls: list[_EngineCall] = []
+        num_calls = self._inbox.qsize()
         seconds: float | None = IDLE_SECONDS
-        while True:
+        while wait or len(calls) < num_calls:
             try:
                 call = self._inbox.get(wait, seconds)
             except queue.Empty:
-                if not wait:
-                    return calls
                 gc.collect()  # bodies in reference cycles, of which nothing reminds an idle server
                 give_back_freed_memory()
                 # Responses are still written and sent after the engine's last step: look again, ever later.
                 seconds = 2 * seconds if seconds and seconds < MOST_IDLE_SECONDS else None
                 continue
-            wait = False
             if call is None:
                 return calls
+            if wait:
+                wait, num_calls = False, 1 + self._inbox.qsize()
             call.run(self._engine)
             calls.append(call)
+        return calls
 
     def _deliver(self, calls: Sequence[_EngineCall], outputs: Sequence[RequestOutput]) -> None:
         for call in calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import socket
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from llmopt.base.errors import Failure
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.step import StepResult, StepTimer
 from llmopt.engine.scheduling.outputs import RequestOutput
 from llmopt.engine.scheduling.step_plan import StepPlan
@@ -61,6 +63,30 @@ def test_a_request_that_is_left_frees_its_blocks(server: RunningServer) -> None:
         after = server.wait_until_idle()
     assert after.kv_blocks_used == 0
     assert 0 < after.num_generated_tokens - before.num_generated_tokens < 1000
+
+
+def test_a_burst_of_calls_does_not_put_off_steps(fragile_server: RunningServer) -> None:
+    """Each call has the next one in the inbox before it ends, as a burst of requests does."""
+    loop, num_calls_at_work = fragile_server.loop, 0
+    num_tokens = num_before = fragile_server.engine.stats.num_generated_tokens
+
+    async def submit_next() -> None:
+        await loop.run(work)
+
+    def work(engine: Engine) -> None:
+        nonlocal num_calls_at_work, num_tokens
+        num_calls_at_work += engine.has_work()
+        num_tokens = engine.stats.num_generated_tokens
+        if num_tokens == num_before and num_calls_at_work < 100:
+            num_queued = loop._inbox.qsize()
+            asyncio.run_coroutine_threadsafe(submit_next(), loop._event_loop)
+            eventually(lambda: loop._inbox.qsize() > num_queued)
+
+    asyncio.run_coroutine_threadsafe(submit_next(), loop._event_loop)
+    with fragile_server.http() as http:
+        body = {"prompt": "Once", "max_tokens": 40, "ignore_eos": True}
+        http.post("/v1/completions", json=body).raise_for_status()
+    assert num_tokens > num_before and num_calls_at_work < 100
 
 
 def test_blocks_are_free_within_one_step_of_the_client_s_leaving(
