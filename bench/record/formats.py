@@ -64,6 +64,7 @@ class Format:
         date: path of the time of the measurement.
         has_units: True if a metric has a `unit` next to its statistics.
         target: `http` where a client measured a server.
+        is_flat: True if every text and truth value at the top of a row, but its date, is a setting.
         points: function that splits the rows of a file into passes.
         requests: function that gives the table of requests of a row, where the file has it.
     """
@@ -78,6 +79,7 @@ class Format:
     date: str = "date"
     has_units: bool = False
     target: str = "http"
+    is_flat: bool = False
     points: Callable[[Sequence[Row]], Iterable[Row]] = iter
     requests: Callable[[Row, Path], list[dict[str, Any]]] | None = None
 
@@ -128,6 +130,8 @@ def aiperf_requests(_: Row, path: Path) -> list[dict[str, Any]]:
     records = path.with_name("profile_export.jsonl")
     table = []
     for record in read_rows(records) if records.is_file() else ():
+        if at(record, "metadata.benchmark_phase") == "warmup":
+            continue
         metrics: Row = record.get("metrics") or {}
         length = at(metrics, "input_sequence_length.value")
         # Its own count is of the text tokenized again, which differs between answers of equal lengths.
@@ -147,6 +151,16 @@ def guidellm_points(rows: Sequence[Row]) -> Iterator[Row]:
             yield {**benchmark, "file": {key: row[key] for key in row if key != "benchmarks"}}
 
 
+def aiperf_rows(rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows, with the options of schema 1.0 under the names of the later ones."""
+    for row in rows:
+        options: Row = row.get("input_config") or {}
+        if load := options.get("loadgen"):
+            models, data = at(options, "endpoint.model_names"), options.get("input")
+            options = {**options, "models": models, "phases": load, "datasets": data}
+        yield {**row, "input_config": options}
+
+
 def iterations(rows: Sequence[Row]) -> Iterator[Row]:
     """A row for each iteration of `vllm bench latency`, which is a pass."""
     for row in rows:
@@ -157,7 +171,7 @@ def iterations(rows: Sequence[Row]) -> Iterator[Row]:
 
 def repetitions(rows: Sequence[Row]) -> Iterator[Row]:
     """A row for each repetition of llama-bench, which is a pass; a prompt test and a generation test of one
-    configuration are one point (`pp512`, `tg128`)."""
+    configuration are one point (`pp512`, `tg128`), and a test of both (`-pg`) is a point of its own."""
     groups: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         tests = ("n_prompt", "n_gen", "test_time")
@@ -166,18 +180,23 @@ def repetitions(rows: Sequence[Row]) -> Iterator[Row]:
             for key, value in row.items()
             if key not in tests and not key.startswith(("avg_", "stddev_", "samples_"))
         }
-        kind = "both" if row["n_prompt"] and row["n_gen"] else "pp" if row["n_prompt"] else "tg"
+        kind = "pg" if row["n_prompt"] and row["n_gen"] else "pp" if row["n_prompt"] else "tg"
         groups.setdefault(str(stays), {}).setdefault(kind, []).append(row)
     for kinds in groups.values():
-        for tests in zip_longest(*(kinds.get(kind, ()) for kind in ("pp", "tg", "both"))):
+        pairs = zip_longest(kinds.get("pp", ()), kinds.get("tg", ()))
+        for tests in (
+            *((*pair, None) for pair in pairs),
+            *((None, None, pg) for pg in kinds.get("pg", ())),
+        ):
             rates = [(test.get("samples_ts") or [test["avg_ts"]]) if test else () for test in tests]
             lengths = {
                 name: sum(test[name] for test in tests if test) for name in ("n_prompt", "n_gen")
             }
             first = next(test for test in tests if test)
+            test = "pg" if tests[2] else None
             for repeated in zip_longest(*rates):
-                measured = dict(zip(("pp", "tg", "both"), repeated, strict=True))
-                yield {**first, **lengths, "rate": measured}
+                measured = dict(zip(("pp", "tg", "pg"), repeated, strict=True))
+                yield {**first, **lengths, "test": test, "rate": measured}
 
 
 VLLM_SERVE = Format(
@@ -197,6 +216,7 @@ VLLM_SERVE = Format(
         "load.ramp_up_end_rps=ramp_up_end_rps engine.backend=backend "
         "shape.total_input_tokens=total_input_tokens shape.input_lens=input_lens"
     ),
+    is_flat=True,
     requests=detailed_requests,
 )
 FORMATS: tuple[Format, ...] = (
@@ -235,12 +255,22 @@ FORMATS: tuple[Format, ...] = (
         ),
         says=columns(
             "model=server_info.model_path version.sglang=server_info.version "
+            "dtype=server_info.dtype quantization=server_info.quantization "
+            "engine.kv_cache_dtype=server_info.kv_cache_dtype engine.tp_size=server_info.tp_size "
+            "engine.dp_size=server_info.dp_size engine.ep_size=server_info.ep_size "
+            "engine.attention_backend=server_info.attention_backend "
+            "engine.mem_fraction_static=server_info.mem_fraction_static "
+            "engine.max_running_requests=server_info.max_running_requests "
+            "engine.chunked_prefill_size=server_info.chunked_prefill_size "
+            "engine.disable_radix_cache=server_info.disable_radix_cache "
+            "engine.speculative_algorithm=server_info.speculative_algorithm "
             "load.request_rate=request_rate load.max_concurrency=max_concurrency "
             "engine.backend=backend shape.dataset=dataset_name "
             "shape.random_input_len=random_input_len shape.random_output_len=random_output_len "
             "shape.random_range_ratio=random_range_ratio "
             "shape.total_input_tokens=total_input_tokens shape.input_lens=input_lens"
         ),
+        is_flat=True,
         requests=detailed_requests,
     ),
     Format(
@@ -302,24 +332,27 @@ FORMATS: tuple[Format, ...] = (
         ),
         date="start_time",
         has_units=True,
+        points=aiperf_rows,
         requests=aiperf_requests,
     ),
     Format(
         "llama-bench",
         ("build_commit", "build_number", "n_prompt", "n_gen", "avg_ts"),
         values=columns(
-            "input_throughput=rate.pp output_throughput=rate.tg total_token_throughput=rate.both"
+            "input_throughput=rate.pp output_throughput=rate.tg total_token_throughput=rate.pg"
         ),
         says=columns(
             "model=model_filename model_line=model_type weight_bytes=model_size "
             "version.llama.cpp=build_commit hardware.cpu_model=cpu_info hardware.gpu=gpu_info "
             "device=backends engine.num_threads=n_threads engine.n_batch=n_batch "
             "engine.n_ubatch=n_ubatch engine.n_gpu_layers=n_gpu_layers "
-            "engine.flash_attn=flash_attn engine.kv_cache_dtype=type_k shape.n_prompt=n_prompt "
-            "shape.n_gen=n_gen shape.n_depth=n_depth"
+            "engine.flash_attn=flash_attn engine.kv_cache_dtype=type_k engine.main_gpu=main_gpu "
+            "engine.n_cpu_moe=n_cpu_moe engine.poll=poll shape.n_prompt=n_prompt "
+            "shape.n_gen=n_gen shape.n_depth=n_depth shape.test=test"
         ),
         date="test_time",
         target="in-process",
+        is_flat=True,
         points=repetitions,
     ),
 )

@@ -108,6 +108,8 @@ def _chosen(format: Format, points: Sequence[Row], file: Path, number: str) -> I
         # A pass with failures does not say the tokens of all its prompts; mean lengths within 10 % are equal.
         settings = {key: value for key, value in _said(format, row).items() if key != TOTAL_TOKENS}
         completed = _number(at(row, format.values.get("completed", ""))) or 1
+        if "failed" not in format.values:
+            settings["completed"] = completed
         for key in ("total_input_tokens", "total_output_tokens"):
             mean = round((_number(at(row, format.values.get(key, ""))) or 0) / completed, 1)
             near = (length for length in seen if math.isclose(length, mean, rel_tol=0.1))
@@ -119,7 +121,8 @@ def _chosen(format: Format, points: Sequence[Row], file: Path, number: str) -> I
         raise BadInput(f"{file} is of {format.tool} and holds no measurement")
     if not number and len(runs) > 1:
         settings = [json.loads(key) for key in groups]
-        differing = [key for key in settings[0] if len({str(own.get(key)) for own in settings}) > 1]
+        every = dict.fromkeys(key for own in settings for key in own)
+        differing = [key for key in every if len({str(own.get(key)) for own in settings}) > 1]
         shown = "; ".join(
             f"{file.name}#{position} ({', '.join(f'{key} {own.get(key)}'[:60] for key in differing[:3])})"
             for position, own in enumerate(settings[:6], 1)
@@ -131,8 +134,12 @@ def _chosen(format: Format, points: Sequence[Row], file: Path, number: str) -> I
 
 
 def _said(format: Format, row: Row) -> dict[str, Any]:
-    """{field of the identity: what the row says}."""
+    """{field of the identity: what the row says}; settings without a field are `engine.NAME`."""
     reported = {name: at(row, path) for name, path in format.says.items()}
+    if format.is_flat:
+        listed = {*format.says.values(), format.date}
+        others = {key: value for key, value in row.items() if key not in listed}
+        reported |= {f"engine.{k}": v for k, v in others.items() if isinstance(v, str | bool)}
     if isinstance(reported.get("shape.input_lens"), list):
         reported["shape.input_lens"] = _hash(reported["shape.input_lens"])
     if at(row, format.values.get("failed", "")):
@@ -195,6 +202,7 @@ def _run(format: Format, rows: Sequence[Row], file: Path, number: str) -> Import
         totals[key] = total if len(known) == len(passes) else None
     record = _record(format.tool, facts, file, number, _stamp(at(rows[0], format.date)))
     record["llmopt"]["identity"]["target"] = format.target
+    record["llmopt"]["interrupted"] = any(row.get("was_cancelled") for row in rows)  # AIPerf's
     record["llmopt"] |= {"runs": passes, "num_runs": len(passes), "metrics": _distributions(totals)}
     return ImportedRun({**record, **totals}, requests or None)
 
@@ -290,7 +298,8 @@ def _lm_eval(content: Row, file: Path) -> ImportedRun:
     protocol = (
         f"chat template {str(template)[:16] if template else 'none'}, "
         f"system instruction {content.get('system_instruction') or 'none'}, "
-        f"shots as turns: {bool(content.get('fewshot_as_multiturn'))}"
+        f"shots as turns: {bool(content.get('fewshot_as_multiturn'))}, "
+        f"generation {at(content, 'config.gen_kwargs') or 'as the tasks have it'}"
     )
     facts = {
         "model": content.get("model_name") or at(content, "config.model_args"),
@@ -303,7 +312,7 @@ def _lm_eval(content: Row, file: Path) -> ImportedRun:
     record["llmopt"]["tasks"] = {
         "lm_eval_version": content.get("lm_eval_version"),
         "protocol": protocol,
-        "limit": None,
+        "limit": at(content, "config.limit"),
         "chat_template": None,
         "error": None,
         "metrics": rows,

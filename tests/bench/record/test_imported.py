@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.bench.gate.compare import compare, noise_of_runs
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.metrics.statistics import run_cv
-from llmopt.bench.record.formats import FORMATS
+from llmopt.bench.record.formats import FORMATS, read_rows
 from llmopt.bench.record.imported import read_imported
 from llmopt.bench.record.result import RunData
 from llmopt.bench.report.comparison import comparison_page
@@ -146,6 +147,66 @@ def test_several_settings_in_a_file_are_named(tmp_path: Path) -> None:
     assert RunData.read(tmp_path / "all.jsonl#1").result["llmopt"]["num_runs"] == 2
     with pytest.raises(BadInput, match="from #1"):
         RunData.read(tmp_path / "all.jsonl#3")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama-bench/base.json", {"n_cpu_moe": 40}),
+        ("llama-bench/base.json", {"type_v": "q8_0"}),
+        ("llama-bench/base.json", {"no_kv_offload": True}),
+        ("sglang/base.jsonl", {"tag": "fp8"}),
+        ("sglang/base.jsonl", {"dataset_name": "sharegpt"}),
+        ("sglang/base.jsonl", {"server_info": {"tp_size": 8}}),
+        ("sglang/base.jsonl", {"completed": 6}),
+        ("vllm/serve_base.json", {"label": "fp8"}),
+        ("vllm/serve_base.json", {"tensor_parallel": "4"}),
+    ],
+)
+def test_rows_of_other_servers_are_no_passes(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """llama-bench writes all values of its options into one file, the others append to theirs."""
+    rows = read_rows(RESULTS / name)
+    (tmp_path / "a.json").write_text(json.dumps([*rows, *({**row, **changes} for row in rows)]))
+    with pytest.raises(BadInput, match="holds 2 runs "):
+        RunData.read(tmp_path / "a.json")
+
+
+def test_a_test_of_prompt_and_generation_is_a_point_of_its_own(tmp_path: Path) -> None:
+    rows = read_rows(RESULTS / "llama-bench/base.json")
+    both = dict(rows[0]) | {"n_prompt": 512, "n_gen": 128}
+    (tmp_path / "a.json").write_text(json.dumps([*rows, both]))
+    shapes = [
+        RunData.read(tmp_path / f"a.json#{number}").result["llmopt"]["identity"]["shape"]
+        for number in (1, 2)
+    ]
+    assert [(shape["n_prompt"], shape["n_gen"], shape.get("test")) for shape in shapes] == [
+        (512, 128, None),
+        (512, 128, "pg"),
+    ]
+
+
+def test_a_cancelled_run_of_aiperf_is_incomplete(tmp_path: Path) -> None:
+    """The options of schema 1.0 stand under other names, and are read."""
+    source = next((RESULTS / "aiperf").rglob("profile_export_aiperf.json"))
+    options = {"endpoint": {"model_names": ["m"]}, "loadgen": {"concurrency": 64}}
+    changes = {"input_config": options, "was_cancelled": True}
+    (tmp_path / source.name).write_text(json.dumps(json.loads(source.read_text()) | changes))
+    result = RunData.read(tmp_path / source.name).result
+    assert result["llmopt"]["interrupted"] and result["model_id"] == '["m"]'
+    assert "64" in result["llmopt"]["identity"]["load"]["phases"]
+
+
+def test_other_options_of_generation_are_no_equal_evaluation(tmp_path: Path) -> None:
+    source = next((RESULTS / "lm-eval/real_new").rglob("results_*.json"))
+    content = json.loads(source.read_text())
+    content["config"]["gen_kwargs"] = {"temperature": 1.0}
+    for path in source.parent.glob("samples_*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / source.name).write_text(json.dumps(content))
+    found = compare(read("lm-eval/real_base"), RunData.read(tmp_path / source.name), threshold=0.05)
+    assert found.outcome is GateOutcome.NO_VERDICT and "temperature" in found.sentence
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "[1]", "no json", '{"duration": 1}', '[{"a": 1}]'])
