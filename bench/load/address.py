@@ -10,6 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -140,12 +141,15 @@ class Address:
             self.backend in POOLING,
         )
 
-    def model_card(self) -> dict[str, Any]:
-        """First model of `/v1/models`. BadInput: the server is unreachable, or the answer is no list."""
+    def model_card(self, model: str | None = None) -> dict[str, Any]:
+        """The card of `model` in `/v1/models`, that of its base where it is an adapter, or that of the only
+        model where the name is not listed or not given; {} where several others are listed. BadInput: the
+        server is unreachable, the answer is no list, or it lists several and no name is given."""
         url = f"{self.url}/v1/models"
         try:
-            card = self.json_client(CARD_SECONDS).get(url)["data"][0]
-            if not isinstance(card, dict) or not isinstance(card.get("id"), str):
+            cards = self.json_client(CARD_SECONDS).get(url)["data"]
+            by_id = {card["id"]: card for card in cards}
+            if not by_id or not all(isinstance(name, str) for name in by_id):
                 raise TypeError
         except (RequestFailed, LookupError, TypeError) as error:
             complaint = f"{url} gives no list of models: give --model"
@@ -154,7 +158,23 @@ class Address:
             elif isinstance(error, RequestFailed) and error.is_unreachable:
                 complaint = f"no server answers at {self.url}: {error}"
             raise BadInput(complaint) from error
-        return card
+        if model in by_id:
+            return by_id.get(by_id[model].get("parent"), by_id[model])
+        # vLLM lists a model once for each name that it is served by.
+        bases = {
+            card.get("root") or name: card for name, card in by_id.items() if not card.get("parent")
+        }
+        if len(bases) == 1:
+            return next(card for card in by_id.values() if not card.get("parent"))
+        if model is None:
+            names = ", ".join(list(by_id)[:4])
+            raise BadInput(f"{url} lists {len(by_id)} models: give --model, such as {names}")
+        return {}
+
+    def listed(self, model: str | None) -> str | None:
+        """The model, where the server lists it by that name."""
+        with suppress(BadInput):
+            return model if self.model_card(model).get("id") == model else None
 
     def get(self, path: str) -> bytes:
         """The body of a GET with every request's headers. RequestFailed: no answer, no 2xx, or no HTTP."""
@@ -194,7 +214,7 @@ def find_served(options: BenchOptions, address: Address) -> ServedModel:
     """Served model name and tokenizer. BadInput: no `--model` and none listed, or no tokenizer."""
     card: dict[str, Any] = {}
     try:
-        card = address.model_card()
+        card = address.model_card(options.model)
     except BadInput:
         # With every option set, a failing server shows as failed requests, which are counted.
         if options.model is None:
@@ -224,10 +244,10 @@ def find_tokenizer(names: Sequence[str], options: BenchOptions) -> tuple[str, Pa
     )
 
 
-def server_facts(address: Address) -> dict[str, str | None]:
+def server_facts(address: Address, model: str | None = None) -> dict[str, str | None]:
     """{`model`, `version`, `gpu`}; values are None where the server does not say."""
     try:
-        card = address.model_card()
+        card = address.model_card(model)
     except BadInput:
         card = {}
     root = card.get("root") or card.get("id")

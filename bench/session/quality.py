@@ -290,8 +290,8 @@ def score_served(
                 api_key=options.api_key,
                 verify_tls=not options.insecure,
             )
-            # Its model is the first that the server lists.
-            shared = {"base_url": options.reference, "model": None, "max_model_len": None}
+            name = at.listed(options.model)
+            shared = {"base_url": options.reference, "model": name, "max_model_len": None}
             its_model = find_served(options.model_copy(update=shared), at)
             reference = ScoringServer.at(options, at, its_model)
         except (NoPromptLogprobs, BadInput) as error:

@@ -257,10 +257,11 @@ def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
     address = Address.parse(options.base_url or against)
     served = find_served(options, address)
     name = options.name or options.label or Path(served.model).name
-    host = against.partition("://")[2].rstrip("/")
+    host, base_address = against.partition("://")[2].rstrip("/"), Address.parse(against)
+    base_model = base_address.listed(served.model)
     base = {
         "base_url": against,
-        "model": None,
+        "model": base_model,
         "name": f"{host.replace(':', '-').replace('/', '-')}-base",
         "started_server": None,
         "reference": None,
@@ -270,7 +271,7 @@ def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
     # The same tokenizer and maximum length give the same workload.
     limits = [served.max_model_len]
     with contextlib.suppress(BadInput):
-        card = Address.parse(against).model_card()
+        card = base_address.model_card(base_model)
         limits.append(card.get("max_model_len") or served.max_model_len)
     reference = options.reference or (against if options.quality else None)
     shared = {"tokenizer": served.tokenizer_name, "max_model_len": min(limits)}

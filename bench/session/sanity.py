@@ -126,7 +126,7 @@ def check_sanity(
 ) -> SanityReport:
     """Ask a server and judge its answers. Raises BadInput: it is unreachable, or answers nothing at all."""
     try:
-        name = address.model_card()["id"]
+        name = address.model_card(model).get("id", model)
     except BadInput as error:
         if model is None or getattr(error.__cause__, "is_unreachable", False):
             raise

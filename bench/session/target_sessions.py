@@ -247,7 +247,7 @@ class HttpSession(BenchSession):
         tasks = prepare_tasks(options.task_names, options) if options.task_names else None
         address = self._address = Address.of(options)
         served = self._served = find_served(options, address)
-        self._said = server_facts(address)
+        self._said = server_facts(address, served.model)
         check_depths(options, served.max_model_len)
         if tasks is not None:
             check_template(options, self._task_backend(options, progress), tasks)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.load.address import Address, server_facts
 
 VLLM = {
@@ -59,6 +61,41 @@ def server(answers: Mapping[str, str]) -> Iterator[Address]:
 def test_a_server_says_what_it_says(answers, model, version, gpu) -> None:
     with server(answers) as address:
         assert server_facts(address) == {"model": model, "version": version, "gpu": gpu}
+
+
+CARDS = [
+    {"id": "small", "max_model_len": 512},
+    {"id": "large", "max_model_len": 2048},
+    {"id": "tuned", "parent": "large", "root": "adapters/tuned"},
+]
+
+
+@pytest.mark.parametrize(
+    ("cards", "model", "found"),
+    [
+        (CARDS, "large", "large"),
+        (CARDS, "tuned", "large"),  # an adapter has the context and the tokenizer of its base
+        (CARDS, "other", None),
+        (CARDS[1:], "other", "large"),  # llama.cpp answers to any name
+        (CARDS[1:], None, "large"),
+        # vLLM with two values of --served-model-name
+        ([{"id": "a", "root": "org/model"}, {"id": "b", "root": "org/model"}], None, "a"),
+    ],
+)
+def test_a_model_of_several_is_found_by_its_name(cards, model, found) -> None:
+    with server({"/v1/models": json.dumps({"data": cards})}) as address:
+        assert address.model_card(model).get("id") == found
+        root = "org/model" if found == "a" else found
+        assert server_facts(address, model)["model"] == root
+        assert address.listed(model) == (model if model == found else None)
+
+
+def test_one_of_several_models_must_be_named() -> None:
+    with (
+        server({"/v1/models": json.dumps({"data": CARDS})}) as address,
+        pytest.raises(BadInput, match="lists 3 models: give --model, such as small, large, tuned"),
+    ):
+        address.model_card()
 
 
 def test_no_server_says_nothing() -> None:

@@ -160,7 +160,7 @@ def test_the_context_of_a_slot_of_llama_cpp_is_known(monkeypatch: pytest.MonkeyP
     """The server lists the context of a slot, which `-c` and `-np` give; the model's own is longer."""
     meta = {"n_ctx": 2048, "n_ctx_train": 8192, "n_vocab": 49152}
     card = {"id": "model.gguf", "owned_by": "llamacpp", "meta": meta}
-    monkeypatch.setattr(Address, "model_card", lambda _: card)
+    monkeypatch.setattr(Address, "model_card", lambda *_: card)
     options = BenchOptions(base_url="http://127.0.0.1:1", tokenizer="stories3M")
     address = Address.of(options)
     assert find_served(options, address).max_model_len == 2048
