@@ -25,7 +25,7 @@ from .address import Address, ServedModel
 from .exchange import MARK, EncodedRequest, EncodedTurn, Exchange, PassWindow, encoded_message
 from .fleet import ClientError, Fleet, FleetPass, default_workers, judge, measure_client
 from .load import adapter_of, request_id, window_duration
-from .stream import chunk_tokens
+from .stream import SHARE_READ, chunk_tokens
 
 # Where `MARK` goes: a text and a number that no prompt holds, until the JSON is written.
 _MARK_TEXT, _MARK_NUMBER = "\ue002", 10**15 + 1
@@ -296,6 +296,11 @@ class HttpDriver:
                 f"{self._num_recounted} answers count other prompt tokens than were sent as ids: the "
                 "server's tokenizer, or its model, is another"
             )
+        if self._num_cut:
+            doubts.append(
+                f"{self._num_cut} prompts were read to less than {SHARE_READ:.0%} of their tokens: the "
+                "server may cut them to its context"
+            )
         if self._unread:
             fields = ", ".join(f"{name} ({count} chunks)" for name, count in self._unread.items())
             doubts.append(
@@ -307,7 +312,7 @@ class HttpDriver:
         self._counters: Counter[str] = Counter()
         self._models: Counter[str] = Counter()
         self._unread: Counter[str] = Counter()
-        self._num_recounted = 0
+        self._num_recounted = self._num_cut = 0
         self._lags: list[dict[str, float]] = []
         self._late_connections = 0
 
@@ -355,13 +360,16 @@ class HttpDriver:
             load.drain_seconds = max(0.0, seconds - load.duration)
         return load
 
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
+
     def _trace(
         self, batch: tuple[WorkloadItem, ...], exchange: Exchange, origin: float
     ) -> RequestTrace:
         item, answer, is_pooled = batch[0], exchange.answer, self._endpoint.is_pooled
         recount = None
         if answer.total is None and answer.times:
-            recount = len(self._tokenizer.encode(answer.text, add_special_tokens=False))
+            recount = self._count(answer.text)
         tokens, source = chunk_tokens(answer, recount)
         if not answer.error and not is_pooled:
             self._counters[source] += 1
@@ -371,6 +379,8 @@ class HttpDriver:
             known = (None, len(item.prompt_token_ids), len(item.prompt_token_ids) + 1)
             is_ids = self._body.backend == COMPLETIONS
             self._num_recounted += is_ids and answer.prompt_tokens not in known
+            is_cut = (answer.prompt_tokens or known[1]) < SHARE_READ * known[1]
+            self._num_cut += not is_ids and exchange.turn == 0 and is_cut
         trace = RequestTrace(
             request_id(item.request_id, exchange.cycle, exchange.turn),
             answer.prompt_tokens or sum(input.prompt_lens[exchange.turn] for input in batch),
@@ -387,6 +397,8 @@ class HttpDriver:
             lora=self._adapter(item.request_id),
             hidden_tokens=answer.hidden_tokens,
         )
+        if item.turns and answer.content != answer.text:
+            trace.history_tokens = self._count(answer.content)
         trace.error, expected = answer.error, len(batch) - (self._body.backend == RERANK)
         if not trace.error and is_pooled and answer.num_results != expected:
             trace.error = f"the response has {answer.num_results} results for {expected} inputs"

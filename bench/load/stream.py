@@ -21,6 +21,9 @@ PER_EVENT = "re-tokenized"
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError)
 STOPS = ("eos", "eos_token", "stop_sequence")
 """Together's and TGI's names of `stop`."""
+# Least share of the longest prompt that a server must count: tokenizers and templates differ by less. Ollama
+# cuts prompts to its context without an error (https://github.com/ollama/ollama/issues/3839).
+SHARE_READ = 0.75
 FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter", *STOPS)
 """Finish reasons of OpenAI's API. Engines report a dropped request by another one ("abort", "error")."""
 NO_EVENT = (b"", b"null")
@@ -260,9 +263,12 @@ def _delivered(choice: dict[str, Any], time: float, count: int | None, answer: A
 
 
 def _texts(part: Mapping[str, Any]) -> tuple[str, str]:
-    """(reasoning, content) of a delta or message; calls of tools are content."""
+    """(reasoning, content) of a delta or message; calls of tools are content, a summary is no reasoning."""
     content = part.get("content")
     reasoning = part.get("reasoning_content") or part.get("reasoning")  # some servers send both
+    details = part.get("reasoning_details") or ()
+    if details and all(detail.get("type") == "reasoning.summary" for detail in details):
+        reasoning = ""  # OpenRouter's: the tokens of the reasoning itself stay hidden
     if isinstance(content, list):  # parts, as Mistral's API streams them
         thinking = [p.get("thinking") for p in content if p.get("type") == "thinking"]
         reasoning = reasoning or "".join(map(_text_of_parts, thinking))

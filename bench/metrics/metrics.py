@@ -245,13 +245,14 @@ def figures_of_turn(
 
 
 def history_lens(load_pass: LoadPass) -> Iterable[tuple[RequestTrace, int]]:
-    """Every request with the tokens of the turn before it, prompt and answer; 0 for a first turn. Over HTTP
-    the lengths are the server's counts of a history that it tokenized again."""
+    """Every request with the tokens of the turn before it, prompt and answer without its reasoning; 0 for a
+    first turn. Over HTTP the lengths are the server's counts of a history that it tokenized again."""
     last: dict[tuple[str, int], int] = {}
     for trace in sorted(load_pass.traces, key=_turn):
         key = (trace.conversation, trace.cycle)
         yield trace, min(last.get(key, 0), trace.prompt_len)
-        last[key] = trace.prompt_len + trace.output_len
+        kept = trace.output_len if trace.history_tokens is None else trace.history_tokens
+        last[key] = trace.prompt_len + kept
 
 
 def expected_hit_rate(passes: Sequence[LoadPass], block_size: int | None) -> float | None:

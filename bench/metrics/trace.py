@@ -24,7 +24,8 @@ class RequestTrace:
     streamed delivery; it may hold several tokens, all with the time of the delivery. A conversation's turns
     count from 0; `cycle` is the number of earlier repetitions of the workload. `hidden_tokens` are reasoning
     tokens that the server counted and did not stream, which `output_len` lacks; `cached_tokens` is None where
-    it says nothing of them."""
+    it says nothing of them. `history_tokens` are those of the answer that the next turn's prompt holds; None:
+    all of them."""
 
     request_id: str
     prompt_len: int
@@ -44,6 +45,7 @@ class RequestTrace:
     token_ids: list[int] = field(default_factory=list)
     lora: str | None = None
     hidden_tokens: int = 0
+    history_tokens: int | None = None
 
     @property
     def output_len(self) -> int:

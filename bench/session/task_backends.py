@@ -6,6 +6,7 @@ A server gives log-probabilities of prompts and completions, as lm-eval's `local
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from ...base.progress import Progress, Silent
 from ...engine.base.sampling_params import SamplingParams
 from ..load.address import CHAT, PATHS, Address, ServedModel
 from ..load.json_http import TOKEN_ID, JsonClient, PromptLogprobs, RequestFailed, probe_prompt
-from ..load.stream import FINISHED
+from ..load.stream import FINISHED, SHARE_READ
 from ..quality.chat_items import Chat, ChatAnswer
 from .chats import EngineChats
 from .tasks import TargetScore, TaskGeneration, TaskWindow, before_stops, decode
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ...engine.core.engine import Engine
     from ...engine.scheduling.outputs import TokenLogprobs
 
-
+_log = logging.getLogger(__name__)
 # Requests queued in the engine at once: enough for full batches, few enough to poll cheaply.
 QUEUED = 256
 TOKEN_NAME = re.compile(rf"{TOKEN_ID}(\d+)")
@@ -119,11 +120,6 @@ class EngineBackend:
         return list(zip(written, scores, finishes, strict=True))
 
 
-# Least share of the longest prompt that a server must count: tokenizers and templates differ by less. Ollama
-# cuts prompts to its context without an error (https://github.com/ollama/ollama/issues/3839).
-SHARE_READ = 0.75
-
-
 class ServedBackend:
     """A `TaskBackend` over HTTP; with chat the server's template applies, to generation tasks alone."""
 
@@ -174,23 +170,40 @@ class ServedBackend:
         return scores
 
     def generate(self, requests: Sequence[TaskGeneration], what: str) -> list[str]:
-        """Raises `RequestFailed` where a request fails, or the server reads prompts in part."""
+        """Raises `RequestFailed` where a request fails, the server reads prompts in part, or half of the
+        answers end within their reasoning."""
         url = self._address.request_url if self.sends_messages else self._address.completions_url
         bodies = [self._body(request) for request in requests]
-        texts, num_read = [], 0
+        texts, num_read, num_unfinished = [], 0, 0
         with progressing(self._progress, what, len(bodies)):
             answers = self._answers(url, bodies)
             for request, answer in zip(requests, answers, strict=True):
                 texts.append(self._text(answer, request.params.stop))
+                num_unfinished += not texts[-1] and _ends_in_reasoning(answer)
                 num_read = max(num_read, (answer.get("usage") or {}).get("prompt_tokens") or 0)
                 self._progress.advance()
-        longest = max((len(request.token_ids) for request in requests), default=0)
+        if num_unfinished:
+            problem = (
+                f"{num_unfinished} of {len(texts)} answers ended within their reasoning: serve the model "
+                "with thinking off"
+            )
+            if 2 * num_unfinished >= len(texts):
+                raise RequestFailed(problem)
+            _log.warning("%s; they count as wrong", problem)
+        longest = max(map(self._num_tokens, requests), default=0)
         if 0 < num_read < SHARE_READ * longest:
             raise RequestFailed(
                 f"the server read at most {num_read:,} of {longest:,} tokens of a prompt: it cuts prompts "
                 "silently, so raise its context"
             )
         return texts
+
+    def _num_tokens(self, request: TaskGeneration) -> int:
+        """Tokens of a prompt; of messages those of their texts, without the template's."""
+        texts = [str(message["content"]) for message in request.messages or ()]
+        return len(request.token_ids) or sum(
+            len(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts
+        )
 
     def converse(self, chats: Sequence[Chat], what: str) -> list[ChatAnswer]:
         """Raises `RequestFailed` where a request fails, other than for its tools."""
@@ -276,6 +289,13 @@ class ServedBackend:
             return before_stops(choice["text"], stops)
         except (LookupError, TypeError, AttributeError) as error:
             raise BadInput("an answer of the server is no completion") from error
+
+
+def _ends_in_reasoning(answer: dict[str, Any]) -> bool:
+    choice = answer["choices"][0]
+    message = choice.get("message") or {}
+    thoughts = message.get("reasoning_content") or message.get("reasoning")
+    return choice.get("finish_reason") == "length" and bool(thoughts)
 
 
 @contextmanager

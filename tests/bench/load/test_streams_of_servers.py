@@ -181,6 +181,17 @@ def test_hidden_reasoning_takes_no_part_in_rates(running: bool) -> None:
     assert "100 reasoning tokens that it did not stream" in line
 
 
+def test_a_summary_of_the_reasoning_is_not_the_reasoning() -> None:
+    """OpenRouter's models with hidden reasoning stream a summary of it, of other tokens than are counted."""
+    summary = {"reasoning": "**Plan**", "reasoning_details": [{"type": "reasoning.summary"}]}
+    end = total_event(105, completion_tokens_details={"reasoning_tokens": 100})
+    answer = read_stream(
+        at(event(summary), *[event({"content": "a"})] * 5, event({}, "stop"), end, DONE)
+    )
+    assert (answer.text, answer.total, answer.hidden_tokens) == ("aaaaa", 5, 100)
+    assert chunk_tokens(answer, None)[0] == [1] * 5
+
+
 def test_reasoning_that_the_server_counts_apart_is_not_taken_off() -> None:
     apart = {"total_tokens": 12 + 5 + 100, "completion_tokens_details": {"reasoning_tokens": 100}}
     answer = stream([None] * 5, total_event(5, **apart))

@@ -140,6 +140,15 @@ def test_cached_tokens_that_nobody_tells_are_unknown_and_not_0() -> None:
     assert turns(0, 0) == [(0, 0)] * 2
 
 
+def test_reasoning_that_is_not_sent_back_is_no_history() -> None:
+    """The prompt of a second turn has 5 tokens of the first answer and 3 new ones, not its 95 of reasoning."""
+    first, second = (trace(str(number), [(0.1, 100)]) for number in range(2))
+    second.turn, first.history_tokens = 1, 5
+    first.prompt_len, second.prompt_len = 10, 18
+    figures = turn_figures([LoadPass([first, second], duration=1.0)], None)["turns"]
+    assert [turn["mean_new_tokens"] for turn in figures] == [10, 3]
+
+
 def test_peaks_as_vllm_counts() -> None:
     # Seconds from the first send: chunks at 0.1 0.2 0.4 | 1.2 1.5 1.6 | 2.3; each touches one second.
     assert peaks_by_second(ALL.traces) == (3, 1)

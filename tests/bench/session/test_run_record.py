@@ -144,6 +144,20 @@ def test_keys_of_an_engine_in_process() -> None:
     assert result["tokenizer_id"] == "stories3M"
 
 
+def test_a_server_that_cuts_the_prompts_of_chats_is_doubted() -> None:
+    """Ollama reads what fits its context, and answers as usual; the known server counts one token."""
+    with known_server(1.0, 1.0) as port:
+        options = {
+            "base_url": f"http://127.0.0.1:{port}",
+            "model": "stories3M",
+            "backend": "openai-chat",
+            "check_client": False,
+        }
+        result = run_bench(BenchOptions.model_validate({**LOAD, **options})).result
+    doubts = result["llmopt"]["silent_failures"]
+    assert any(doubt.startswith("8 prompts were read to less than 75%") for doubt in doubts)
+
+
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_keys_of_a_server(is_checked: bool) -> None:
     # Slow enough that a busy machine does not deliver a whole stream at once: a TPOT of 0 has no spread.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,10 +142,16 @@ def test_a_server_that_cuts_prompts_is_refused(
 ) -> None:
     """Ollama reads the 4,096 tokens of its context and answers as usual: needles before them are lost."""
     remote = over_http(server, backend)
-    prompts = [list(range(count)) for count in (1000, 900)]
-    message = [{"role": "user", "content": "Which?"}] if backend == "openai-chat" else None
     params = SamplingParams(max_tokens=4)
-    requests = [TaskGeneration(prompt, params, message) for prompt in prompts]
+    if backend == "openai-chat":
+        monkeypatch.setattr(
+            remote, "tokenizer", SimpleNamespace(encode=lambda text, **_: text.split())
+        )
+        texts = ["word " * count for count in (1000, 900)]
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        requests = [TaskGeneration([], params, chat) for chat in chats]
+    else:
+        requests = [TaskGeneration(list(range(count)), params) for count in (1000, 900)]
     choices = [{"text": "here", "message": {"content": "here"}, "finish_reason": "stop"}]
 
     def generated(*counts: int | None) -> list[str]:
@@ -158,3 +165,29 @@ def test_a_server_that_cuts_prompts_is_refused(
     # Without cached tokens a later prompt counts less, and other templates or tokenizers count otherwise.
     for counts in ((1000, 20), (0, 900), (980, 30), (None, None)):
         assert generated(*counts) == ["here", "here"]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_answers_that_end_in_their_thoughts_are_told(
+    server: RunningServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
+    """A reasoning model with a limit for a short answer has spent it before the answer begins."""
+    remote = over_http(server, "openai-chat")
+    message = [{"role": "user", "content": "Which?"}]
+    requests = [TaskGeneration([], SamplingParams(max_tokens=4), message)] * 3
+    cut = {"message": {"content": None, name: "Well, I"}, "finish_reason": "length"}
+    whole = {"message": {"content": "here", name: "Well"}, "finish_reason": "length"}
+
+    def generated(*choices: dict[str, Any]) -> list[str]:
+        monkeypatch.setattr(
+            JsonClient, "post_each", lambda *_: ({"choices": [choice]} for choice in choices)
+        )
+        return remote.generate(requests, "generations")
+
+    with pytest.raises(RequestFailed, match="2 of 3 answers ended within their reasoning"):
+        generated(cut, whole, cut)
+    assert generated(whole, cut, whole) == ["here", "", "here"]
+    assert "1 of 3 answers ended within their reasoning" in caplog.text
