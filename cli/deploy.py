@@ -14,7 +14,6 @@ from ..engine.deploy.deployment import DeployChoices
 from .options.command import From, Words, values_of, with_options
 
 if TYPE_CHECKING:
-    from ..engine.deploy.stored_quantization import StoredQuantization
     from ..engine.planner.plan import DeploymentPlan
 
 
@@ -67,9 +66,9 @@ def deploy(
     """Write manifests, a compose file, alert rules and Dockerfiles, as planned."""
     from ..engine.deploy.deploy_files import deploy_files
     from ..engine.deploy.deployment import deployment_for
-    from ..engine.deploy.stored_quantization import stored_quantization_of
     from ..engine.planner.catalog import find_model
     from ..engine.planner.devices import choose_devices, counted_name
+    from ..engine.planner.stored_quantization import stored_quantization_of
     from .output.console import emit_json, say, stdout
 
     choose_devices([counted_name(planned.gpu)[1]], None)  # a wrong name is refused before any work
@@ -77,7 +76,7 @@ def deploy(
     folder = output.output or Path(f"deploy-{choices.name}")
     check_output(folder, "--output", folder=True)
     stored = stored_quantization_of(find_model(planned.like or model))
-    plan = _plan(choices, planned, stored)
+    plan = _plan(choices, planned)
     for warning in plan.warnings:
         say(f"warning: {warning}")
     deployment = deployment_for(choices, plan, stored)
@@ -103,16 +102,11 @@ def deploy(
         say(line, stdout)
 
 
-def _plan(
-    choices: DeployChoices, planned: DeployedPlanOptions, stored: StoredQuantization | None
-) -> DeploymentPlan:
-    """The plan, with the KV cache's dtype that the checkpoint has scales for, if none was chosen."""
+def _plan(choices: DeployChoices, planned: DeployedPlanOptions) -> DeploymentPlan:
     from ..engine.config.plan_options import PlanRequest
     from ..engine.planner.plan_request import plan_for
 
     options = values_of(planned)
     like, gpu = options.pop("like"), options.pop("gpu")
     options["engine"] = choices.engine
-    if choices.engine != "llmopt":
-        options["kv_dtype"] = options["kv_dtype"] or (stored and stored.kv_dtype)
     return plan_for(PlanRequest(model=like or choices.model, gpus=(gpu,), **options))

@@ -16,9 +16,10 @@ from ...base.errors import BadInput
 from ...base.option import check_limits, no_less_than, option
 from ..planner.cache_size import DEFAULT_UTILIZATION
 from ..planner.plan import DeploymentPlan, DevicePlan
+from ..planner.stored_quantization import StoredQuantization
 from ..server.requests.metric_names import llmopt_metric, sglang_metric, vllm_metric
 from .engine_commands import SGLANG, TRTLLM, VLLM, ServerCommand, shown
-from .stored_quantization import StoredQuantization, quantization_words
+from .quantization_words import quantization_words
 
 PORT = 8000
 

@@ -24,7 +24,7 @@ from ..config.plan_options import PlanRequest
 from .cache_size import DEFAULT_BLOCK_SIZE, kv_dtype
 from .catalog import PlannedModel, find_model
 from .devices import Device, choose_devices, counted_name, find_device
-from .engine_rules import engine_rule
+from .engine_rules import PAGED_LIKE_VLLM, engine_rule
 from .fleet import Fleet, FleetPlanner
 from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths, image_load
 from .offload import ENGINES, Host, parse_host
@@ -32,6 +32,7 @@ from .own_runs import MeasuredRun, lost_models, own_rows, read_runs, sent_in, to
 from .plan import DeploymentPlan, make_plan, solvers_on
 from .setup import PlannedWorkload, Prices, Setup, Speculation
 from .solver import RANKS
+from .stored_quantization import stored_quantization_of
 from .weights import RECIPES, UNQUANTIZED_BYTES, WeightRecipe, chosen_group, recipe_for
 
 
@@ -64,7 +65,7 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
     workload = PlannedWorkload(
         _context(ask, model, load),
         ask.sequences,
-        kv_dtype(ask.kv_dtype or engine_rule(engine).default_kv_dtype).name,
+        kv_dtype(ask.kv_dtype or _default_kv_dtype(model, engine)).name,
         block_size,
         ask.output_tokens,
         EngineConfig(kv_budget=ask.kv_budget, kv_eviction=ask.kv_eviction).eviction(block_size),
@@ -124,6 +125,16 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
             "--dtype float32"
         )
     return replace(plan, warnings=(*plan.warnings, *lost), fleets=tuple(fleets))
+
+
+def _default_kv_dtype(model: PlannedModel, engine: str) -> str:
+    """The dtype that the engine stores without an option: that of ModelOpt's scales in the checkpoint, where
+    it takes them by itself, such as vLLM's `auto` (`resolve_kv_cache_dtype_string`)."""
+    if engine in ("vllm", *PAGED_LIKE_VLLM):
+        stored = stored_quantization_of(model)
+        if stored is not None and stored.kv_dtype is not None:
+            return stored.kv_dtype
+    return engine_rule(engine).default_kv_dtype
 
 
 def _with_count(ask: PlanRequest) -> PlanRequest:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
-from llmopt.engine.deploy.stored_quantization import (
-    SGLANG_METHODS,
-    VLLM_METHODS,
-    StoredQuantization,
-    stored_quantization_of,
-)
+from llmopt.engine.config.plan_options import PlanRequest
+from llmopt.engine.deploy.quantization_words import SGLANG_METHODS, VLLM_METHODS
 from llmopt.engine.planner.catalog import find_model
+from llmopt.engine.planner.plan_request import plan_for
+from llmopt.engine.planner.stored_quantization import StoredQuantization, stored_quantization_of
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.formats.modelopt import ALGORITHMS, MIXED, ModelOptFormat, hf_quant_config
 from llmopt.recipes import MODELS
@@ -101,6 +100,16 @@ def test_mixed_checkpoints(tmp_path: Path) -> None:
         words("sglang", without)
     with pytest.raises(BadInput, match="it has no FP8_PB_WO"):
         words("trtllm", without)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "llmopt"])
+@pytest.mark.parametrize("files", ["config.json", "hf_quant_config.json"])
+def test_a_plan_has_the_cache_of_the_checkpoint(engine: str, files: str, tmp_path: Path) -> None:
+    """NVIDIA's checkpoints with KV scales are served by an fp8 cache without an option, but by our engine."""
+    folder = checkpoint(tmp_path / "model", "FP8", kv_cache="fp8", files=files)
+    ask = PlanRequest(model=str(folder), gpus=("l40s",), engine=engine)
+    assert plan_for(ask).workload.kv_dtype == ("bf16" if engine == "llmopt" else "fp8")
+    assert plan_for(replace(ask, kv_dtype="bf16")).workload.kv_dtype == "bf16"
 
 
 @pytest.mark.parametrize(
