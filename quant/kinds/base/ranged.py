@@ -55,8 +55,10 @@ class RangedGrid(ScalarGrid):
     def refitted(self, line: Line, parameters: Parameters) -> Parameters:
         """Parameters of least squared error for their codes; `line`: of weights against levels."""
 
-    def searched(self, values: torch.Tensor, importance: torch.Tensor) -> Parameters:
-        """Parameters of least weighted squared error of those that are tried; arguments as for `fit`."""
+    def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
+        """Parameters from minimum to maximum, or of least weighted error of those that are tried."""
+        if importance is None:
+            return self.ranges(*values.aminmax(dim=-1))
         at_once = rows_at_once(values.device, _VALUES, values[0].numel())
         fitted = [_Search(self, rows, importance).run() for rows in values.split(at_once)]
         return tuple(torch.cat(parts) for parts in zip(*fitted, strict=True))

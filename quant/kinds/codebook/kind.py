@@ -101,9 +101,7 @@ class CodebookGrid(RangedGrid):
 
     def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
         if self.rows_alone:
-            if importance is not None:
-                return self.searched(values, importance)
-            return self.ranges(*values.aminmax(dim=-1))
+            return super().fit(values, importance)
         absmax = _normalized(values.flatten(), self.scheme.block_size)[1]
         if not self.scheme.double_quant:
             return (absmax,)

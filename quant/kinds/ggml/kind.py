@@ -40,11 +40,6 @@ class SimpleBlockGrid(RangedGrid):
         self.symmetric = scheme.type.endswith("_0")  # without an offset
         self.two_ends = not self.symmetric
 
-    def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
-        if importance is not None:
-            return self.searched(values, importance)
-        return self.ranges(*values.aminmax(dim=-1))
-
     def ranges(self, low: torch.Tensor, high: torch.Tensor) -> Parameters:
         if not self.symmetric:
             scale = (high - low) / (self._levels - 1)

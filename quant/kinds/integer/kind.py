@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -82,16 +82,13 @@ class IntTensor(QuantizedTensor):
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-Ranges = Callable[[torch.Tensor, IntScheme, torch.dtype], Pair]
-"""Scales in a dtype, and zeros, of groups `[..., group_size]`; see `group_ranges`."""
-
 _SEARCH_STEPS = 80  # of 1 %, as in the search of GPTQ's code
 _SEARCH_NORM = 2.4  # the default there
 _SEARCH_VALUES = 2**16  # weights per chunk of the search: small enough to stay in a core's cache
 
 
 class IntGrid(RangedGrid):
-    """Uniform integers: stored scales and zero codes (uint8) `[out, groups]`; `ranges` without importance."""
+    """Uniform integers: stored scales and zero codes (uint8) `[out, groups]`; `mse` as in `Rounding`."""
 
     def __init__(
         self,
@@ -100,16 +97,16 @@ class IntGrid(RangedGrid):
         scale_dtype: torch.dtype,
         *,
         input_scale: torch.Tensor | None = None,
-        ranges: Ranges | None = None,
+        mse: bool = False,
     ):
         self.scheme, self.scale_dtype, self.two_ends = scheme, scale_dtype, not scheme.symmetric
         self.group = in_features // scheme.num_groups(in_features)
-        self._ranges, self._input_scale = ranges or group_ranges, input_scale
+        self._mse, self._input_scale = mse, input_scale
 
     def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
-        if importance is not None:
-            return self.searched(values, importance)
-        return self._ranges(values, self.scheme, self.scale_dtype)
+        if self._mse and importance is None:
+            return search_ranges(values, self.scheme, self.scale_dtype)
+        return super().fit(values, importance)
 
     def ranges(self, low: torch.Tensor, high: torch.Tensor) -> Parameters:
         return range_grid(low, high, self.scheme, self.scale_dtype)
@@ -141,17 +138,12 @@ class IntGrid(RangedGrid):
         return IntTensor(codes, scales, zeros, scheme, index, self._input_scale)
 
 
-def group_ranges(grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype) -> Pair:
-    """Min-max scales in `dtype` and zeros uint8 `[...]` of groups float32 `[..., group_size]`. Symmetric:
-    `scale = max|w| / ((2**b - 1) / 2)`, as in compressed-tensors. Asymmetric: `scale = (max - min) / (2**b -
-    1)` with 0 inside the range, `zero = round(-min / scale)`, by the rounded scale."""
-    return range_grid(*grouped.aminmax(dim=-1), scheme, dtype)
-
-
 def range_grid(
     low: torch.Tensor, high: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
 ) -> Pair:
-    """The grid of `group_ranges`, from the groups' smallest and largest weights, float32."""
+    """Scales in `dtype` and zeros uint8 of groups, from their smallest and largest weights, float32.
+    Symmetric: `scale = max|w| / ((2**b - 1) / 2)`, as in compressed-tensors. Asymmetric: `scale = (max - min)
+    / (2**b - 1)` with 0 inside the range, `zero = round(-min / scale)`, by the rounded scale."""
     if scheme.symmetric:
         scales = torch.maximum(-low, high) / (scheme.max_code / 2)
     else:
@@ -168,7 +160,7 @@ def range_grid(
 
 
 def search_ranges(grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype) -> Pair:
-    """`group_ranges`, clipped to the least `sum |w - w'|**2.4`, down to a fifth in steps of 1/100 (GPTQ)."""
+    """`range_grid` clipped to the least `sum |w - w'|**2.4`, down to a fifth in steps of 1/100 (GPTQ)."""
     shape, flat = grouped.shape[:-1], grouped.reshape(-1, grouped.shape[-1])
     at_once = rows_at_once(flat.device, _SEARCH_VALUES, flat.shape[1])
     parts = [_search(part, scheme, dtype) for part in flat.split(at_once)]
@@ -212,9 +204,8 @@ class IntKind(Kind[IntScheme]):
         )
 
     def grid_for(self, shape: tuple[int, ...], how: Rounding) -> IntGrid:
-        ranges = search_ranges if how.mse else group_ranges
         return IntGrid(
-            self.scheme, shape[1], how.scale_dtype, input_scale=how.input_scale, ranges=ranges
+            self.scheme, shape[1], how.scale_dtype, input_scale=how.input_scale, mse=how.mse
         )
 
 

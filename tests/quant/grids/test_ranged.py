@@ -45,9 +45,9 @@ def test_ranges_are_those_of_torch_to_the_bit(
 ) -> None:
     monkeypatch.setenv(VARIABLE, path)
     assert native_ranges().library is not None or path == "off"
-    found = grid.searched(*groups_of(grid))
+    found = grid.fit(*groups_of(grid))
     monkeypatch.setenv(VARIABLE, "off")
-    for part, wanted in zip(found, grid.searched(*groups_of(grid)), strict=True):
+    for part, wanted in zip(found, grid.fit(*groups_of(grid)), strict=True):
         torch.testing.assert_close(part, wanted, rtol=0, atol=0)
 
 
@@ -58,7 +58,7 @@ def test_no_group_has_more_error_than_with_its_whole_range(grid: RangedGrid) -> 
     def errors(parameters: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return ((grid.round(values, parameters) - values).square() * importance).sum(dim=-1)
 
-    found = errors(grid.searched(values, importance))
+    found = errors(grid.fit(values, importance))
     whole = errors(grid.ranges(*values.aminmax(dim=-1)))
     assert (found <= whole * (1 + 1e-5)).all()
     usual = slice(4, None)

@@ -12,7 +12,7 @@ from llmopt.base.errors import BadInput
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.families.layer_map import LayerMap
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
-from llmopt.quant.kinds.integer.kind import IntTensor, group_ranges, round_to_nearest, search_ranges
+from llmopt.quant.kinds.integer.kind import IntTensor, range_grid, round_to_nearest, search_ranges
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods import gptq
 from llmopt.quant.methods.base import (
@@ -82,6 +82,12 @@ def one(
 
 def same(left: IntTensor, right: IntTensor) -> bool:
     return all(torch.equal(part, right.parts()[name]) for name, part in left.parts().items())
+
+
+def group_ranges(
+    grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return range_grid(*grouped.aminmax(dim=-1), scheme, dtype)
 
 
 def textbook(
