@@ -29,7 +29,7 @@ from llmopt.engine.kernels.moe.dispatch import RoutingRule
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
-from llmopt.quant.kinds.codebook.kind import round_to_codebook
+from llmopt.quant.kinds.codebook.kind import CodebookKind
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp8.kind import FloatKind
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
@@ -192,7 +192,9 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "  and inputs, by 128": lambda: products(
         fp8("block", Activations("fp8", "group128")), "quantized"
     ),
-    "nf4": lambda: products(round_to_codebook(torch.randn(512, 4096), CodebookScheme("nf4"))),
+    "nf4": lambda: products(
+        CodebookKind(CodebookScheme("nf4")).round(torch.randn(512, 4096), torch.float32)
+    ),
     "experts": experts,
     "Q4_K": lambda: products(blocks("Q4_K")),
 }

@@ -13,12 +13,10 @@ from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
-from llmopt.quant.kinds.codebook.kind import round_to_codebook
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
-from llmopt.quant.kinds.fp4.kind import global_scale_of, round_to_fp4
+from llmopt.quant.kinds.fp4.kind import global_scale_of
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
-from llmopt.quant.kinds.fp8.kind import FloatKind
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
@@ -26,7 +24,6 @@ from llmopt.quant.kinds.lookup.kind import LookupTensor
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.trellis.kind import TrellisTensor
 from llmopt.quant.kinds.trellis.scheme import TrellisScheme
-from llmopt.quant.kinds.vectorwise.kind import round_to_rows
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.model.checkpoint import Checkpoint
 from safetensors.torch import save_file
@@ -112,15 +109,10 @@ def make(
     static = scheme.activations is not None and not scheme.activations.dynamic
     input_scale = torch.tensor([0.037]) if static else None
     weight = random_weight(out, inner, seed)
-    if isinstance(scheme, FloatScheme):
-        return FloatKind(scheme).round(weight, scale_dtype, input_scale=input_scale)
-    if isinstance(scheme, Fp4Scheme):
-        whole = global_scale_of(torch.tensor(3.7)) if static else None
-        return round_to_fp4(weight, scheme, input_scale=whole)
-    if isinstance(scheme, CodebookScheme):
-        return round_to_codebook(weight, scheme)
-    if isinstance(scheme, VectorwiseScheme):
-        return round_to_rows(weight, scheme)
+    if isinstance(scheme, Fp4Scheme) and static:
+        input_scale = global_scale_of(torch.tensor(3.7))
+    if isinstance(scheme, FloatScheme | Fp4Scheme | CodebookScheme | VectorwiseScheme):
+        return kind_of(scheme).round(weight, scale_dtype, input_scale=input_scale)
     if isinstance(scheme, LookupScheme):
         return _lookup(scheme, out, inner, generator)
     if isinstance(scheme, E8pScheme):

@@ -13,19 +13,10 @@ import transformers
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
-from llmopt.quant.kinds.codebook.kind import round_to_codebook
-from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
-from llmopt.quant.kinds.fp4.kind import round_to_fp4
-from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
-from llmopt.quant.kinds.fp8.kind import FloatKind
-from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.kinds.lookup.kind import round_to_uniform_tables
-from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.trellis.scheme import TrellisScheme
-from llmopt.quant.kinds.vectorwise.kind import round_to_rows
 from llmopt.recipes import MODELS
 from safetensors.torch import save_file
 
@@ -66,20 +57,12 @@ def quantized(weight: torch.Tensor, scheme: Any, dtype: torch.dtype) -> Quantize
         assert sorted_.group_index is not None
         back = order.argsort()
         return replace(sorted_, codes=sorted_.codes[:, back], group_index=sorted_.group_index[back])
-    if isinstance(scheme, FloatScheme):
-        return FloatKind(scheme).round(weight, dtype, input_scale=fixed)
-    if isinstance(scheme, Fp4Scheme):
-        return round_to_fp4(weight, scheme, input_scale=fixed)
-    if isinstance(scheme, CodebookScheme):
-        return round_to_codebook(weight, scheme)
-    if isinstance(scheme, LookupScheme):
-        return round_to_uniform_tables(weight, scheme)
     if isinstance(scheme, E8pScheme):
         return kind_of(scheme).round(weight, torch.float16, name="the weight")
     if isinstance(scheme, TrellisScheme):  # random: a search takes minutes
         out, inner = weight.shape
         return trellis_tensor(scheme, out, inner, torch.Generator().manual_seed(inner))
-    return round_to_rows(weight, scheme)
+    return kind_of(scheme).round(weight, dtype, input_scale=fixed)
 
 
 def write_checkpoint(

@@ -134,21 +134,6 @@ class CodebookGrid(RangedGrid):
         return CodebookTensor(codes, nested[0], self.scheme, *nested[1:])
 
 
-def round_to_codebook(weight: torch.Tensor, scheme: CodebookScheme) -> CodebookTensor:
-    """Data-free quantization of a weight `[out, in]`: blocks over their absmax, to the nearest table values.
-
-    A block of zeros gets code 0 and absmax 0, as in bitsandbytes. (Its fp4 on a CPU compares with a table of
-    four digits; here, as on a GPU, the table is the reader's. The GPU writes small negative weights as -0,
-    here they are 0.)
-    """
-    blocks, absmax = _normalized(weight.flatten(), scheme.block_size)
-    codes = nearest(blocks, codebook(scheme.kind)).flatten()[: weight.numel()].view(weight.shape)
-    if not scheme.double_quant:
-        return CodebookTensor(codes, absmax, scheme)
-    stored, *nested = _nested(absmax)
-    return CodebookTensor(codes, stored, scheme, *nested)
-
-
 def _nested(absmax: torch.Tensor) -> Parameters:
     """Codes of doubly quantized absmax `[blocks]`, and the absmax, map and offset that they go with."""
     offset = absmax.mean()
@@ -213,7 +198,19 @@ class CodebookKind(Kind[CodebookScheme]):
         return CodebookTensor(codes, absmax, self.scheme, *nested)
 
     def rounded(self, weight: torch.Tensor, how: Rounding) -> CodebookTensor:
-        return round_to_codebook(weight, self.scheme)
+        """Divide blocks by their absmax, and take the nearest table values.
+
+        A block of zeros gets code 0 and absmax 0, as in bitsandbytes. (Its fp4 on a CPU compares with a table
+        of four digits; here, as on a GPU, the table is the reader's. The GPU writes small negative weights as
+        -0, here they are 0.)
+        """
+        blocks, absmax = _normalized(weight.flatten(), self.scheme.block_size)
+        codes = nearest(blocks, codebook(self.scheme.kind)).flatten()
+        codes = codes[: weight.numel()].view(weight.shape)
+        if not self.scheme.double_quant:
+            return CodebookTensor(codes, absmax, self.scheme)
+        stored, *nested = _nested(absmax)
+        return CodebookTensor(codes, stored, self.scheme, *nested)
 
     def grid_for(self, shape: tuple[int, ...], how: Rounding) -> CodebookGrid:
         return CodebookGrid(self.scheme, *shape)

@@ -207,30 +207,6 @@ def block_scales(
     return torch.where(largest > 0, stored, E8M0_BIAS).to(torch.uint8)
 
 
-def round_to_fp4(
-    weight: torch.Tensor,
-    scheme: Fp4Scheme,
-    *,
-    largest: torch.Tensor | None = None,
-    input_scale: torch.Tensor | None = None,
-    name: str = "weight",
-) -> Fp4Tensor:
-    """Data-free quantization (RTN) of a weight `[out, in]`, by `Rounding`. BadInput: no whole blocks."""
-    out_features, in_features = weight.shape
-    if in_features % scheme.block_size:
-        raise BadInput(
-            f"{name} has {in_features} inputs, and {scheme.kind} takes multiples of {scheme.block_size}"
-        )
-    blocks = weight.to(torch.float32).view(out_features, -1, scheme.block_size)
-    largest_of_block = blocks.abs().amax(dim=-1)
-    whole = None
-    if scheme.kind == "nvfp4":
-        whole = global_scale_of(largest_of_block.max() if largest is None else largest)
-    scales = block_scales(largest_of_block, scheme, whole)
-    codes = e2m1_codes(blocks / fp4_factors(scales, whole).unsqueeze(-1))
-    return Fp4Tensor(codes.view(weight.shape), scales, scheme, whole, input_scale)
-
-
 NVFP4, MXFP4 = Fp4Scheme("nvfp4"), Fp4Scheme("mxfp4")
 _LEAST, _LARGEST = -9, 8  # exponents of e4m3's powers of two
 _GLOBAL_EXPONENT = 8
@@ -294,9 +270,19 @@ class Fp4Kind(Kind[Fp4Scheme]):
         )
 
     def rounded(self, weight: torch.Tensor, how: Rounding) -> Fp4Tensor:
-        return round_to_fp4(
-            weight, self.scheme, largest=how.largest, input_scale=how.input_scale, name=how.name
-        )
+        (out_features, in_features), scheme = weight.shape, self.scheme
+        if in_features % scheme.block_size:
+            raise BadInput(
+                f"{how.name} has {in_features} inputs, and {scheme.kind} takes multiples of "
+                f"{scheme.block_size}"
+            )
+        blocks = weight.to(torch.float32).view(out_features, -1, scheme.block_size)
+        largest, whole = blocks.abs().amax(dim=-1), None
+        if scheme.kind == "nvfp4":
+            whole = global_scale_of(largest.max() if how.largest is None else how.largest)
+        scales = block_scales(largest, scheme, whole)
+        codes = e2m1_codes(blocks / fp4_factors(scales, whole).unsqueeze(-1))
+        return Fp4Tensor(codes.view(weight.shape), scales, scheme, whole, how.input_scale)
 
     def grid_for(self, shape: tuple[int, ...], how: Rounding) -> Fp4Grid:
         return Fp4Grid(self.scheme, how.largest, how.input_scale)

@@ -113,14 +113,6 @@ class LookupColumns:
         torch.sub(weights, torch.where(self._kept[first], targets, points), out=out)
 
 
-def round_to_uniform_tables(
-    weight: torch.Tensor, scheme: LookupScheme, *, name: str = "weight"
-) -> LookupTensor:
-    """Data-free quantization (RTN) to uniform tables and largest weights. BadInput: beyond float16."""
-    kept = largest_weights(weight, scheme.sparse_fraction)
-    return assign(weight, uniform_tables(weight, kept, scheme), kept, scheme, name=name)
-
-
 def largest_weights(scores: torch.Tensor, fraction: float) -> torch.Tensor:
     """A mask `[out, in]` of the `fraction` of largest magnitudes; ties go to the first."""
     count = round(fraction * scores.numel())
@@ -262,7 +254,9 @@ class LookupKind(Kind[LookupScheme]):
         return LookupTensor(codes, table, self.scheme, rows, columns, torch.zeros(kept).half())
 
     def rounded(self, weight: torch.Tensor, how: Rounding) -> LookupTensor:
-        return round_to_uniform_tables(weight, self.scheme, name=how.name)
+        kept = largest_weights(weight, self.scheme.sparse_fraction)
+        table = uniform_tables(weight, kept, self.scheme)
+        return assign(weight, table, kept, self.scheme, name=how.name)
 
     def grid_for(self, shape: tuple[int, ...], how: Rounding) -> LookupGrid:
         return LookupGrid(self.scheme, shape[1])

@@ -48,20 +48,6 @@ class VectorwiseGrid(ScalarGrid):
         return VectorwiseTensor(levels.to(torch.int8), parameters[0].squeeze(1), self.scheme)
 
 
-def round_to_rows(
-    weight: torch.Tensor, scheme: VectorwiseScheme, *, name: str = "weight"
-) -> VectorwiseTensor:
-    """Quantize float16 `[out, in]`: `round(w * 127 / absmax)`, 0 in zero rows. BadInput: beyond float16."""
-    halves = weight.to(torch.float16).to(torch.float32)
-    if not bool(torch.isfinite(halves).all()):
-        why = "too large for float16, in which int8 rows are computed"
-        raise BadInput(f"{name} holds values {why}")
-    absmax = halves.abs().amax(dim=1)
-    factors = torch.where(absmax > 0, 127.0 / absmax, 0.0)
-    codes = torch.round(halves * factors.unsqueeze(1)).to(torch.int8)
-    return VectorwiseTensor(codes, absmax, scheme)
-
-
 class VectorwiseKind(Kind[VectorwiseScheme]):
     """Rows of int8."""
 
@@ -72,7 +58,15 @@ class VectorwiseKind(Kind[VectorwiseScheme]):
         return VectorwiseTensor(codes, torch.ones(out_features), self.scheme)
 
     def rounded(self, weight: torch.Tensor, how: Rounding) -> VectorwiseTensor:
-        return round_to_rows(weight, self.scheme, name=how.name)
+        """Quantize float16 `[out, in]`: `round(w * 127 / absmax)`, 0 in zero rows."""
+        halves = weight.to(torch.float16).to(torch.float32)
+        if not bool(torch.isfinite(halves).all()):
+            why = "too large for float16, in which int8 rows are computed"
+            raise BadInput(f"{how.name} holds values {why}")
+        absmax = halves.abs().amax(dim=1)
+        factors = torch.where(absmax > 0, 127.0 / absmax, 0.0)
+        codes = torch.round(halves * factors.unsqueeze(1)).to(torch.int8)
+        return VectorwiseTensor(codes, absmax, self.scheme)
 
     def grid_for(self, shape: tuple[int, ...], how: Rounding) -> VectorwiseGrid:
         return VectorwiseGrid(self.scheme, shape[1])

@@ -15,17 +15,12 @@ from compressed_tensors.quantization.utils.helpers import calculate_qparams, gen
 from llmopt.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.formats.registry import FORMATS, quantized_modules, read_quantized
+from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
-from llmopt.quant.kinds.codebook.kind import round_to_codebook
-from llmopt.quant.kinds.codebook.scheme import CodebookScheme
-from llmopt.quant.kinds.fp4.kind import global_scale_of, round_to_fp4
+from llmopt.quant.kinds.fp4.kind import global_scale_of
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
-from llmopt.quant.kinds.fp8.kind import FloatKind
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
-from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.kinds.vectorwise.kind import round_to_rows
-from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.model.checkpoint import Checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -67,7 +62,7 @@ def test_the_library_rounds_to_the_same_4_bit_floats(kind: Any) -> None:
     weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(7)) * 0.02
     weight[7] *= 1e-2
     weight = weight.to(torch.bfloat16).float()
-    ours = CT.pack("m", round_to_fp4(weight, scheme))
+    ours = CT.pack("m", kind_of(scheme).round(weight, torch.float32))
     config = CT.config({"m": scheme}, [])
     group: Any = QuantizationConfig.model_validate(config).config_groups["group_0"]
     whole = generate_gparam(weight.min(), weight.max()) if kind == "nvfp4" else None
@@ -110,18 +105,9 @@ def test_words_of_the_library_before_its_dense_packing_are_read() -> None:
 
 
 def round_to(scheme: Scheme, weight: torch.Tensor) -> QuantizedTensor:
-    if isinstance(scheme, IntScheme):
-        return round_to_nearest(weight, scheme, torch.float32)
-    if isinstance(scheme, FloatScheme):
-        return FloatKind(scheme).round(weight, torch.float32)
-    if isinstance(scheme, Fp4Scheme):
-        static = scheme.activations is not None and not scheme.activations.dynamic
-        whole = global_scale_of(torch.tensor(6.0)) if static else None
-        return round_to_fp4(weight, scheme, input_scale=whole)
-    if isinstance(scheme, CodebookScheme):
-        return round_to_codebook(weight, scheme)
-    assert isinstance(scheme, VectorwiseScheme)
-    return round_to_rows(weight, scheme)
+    static = isinstance(scheme, Fp4Scheme) and scheme.has_static_inputs
+    whole = global_scale_of(torch.tensor(6.0)) if static else None
+    return kind_of(scheme).round(weight, torch.float32, input_scale=whole)
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.kinds.codebook.kind import codebook, dynamic_map, round_to_codebook
+from llmopt.quant.kinds.base.kind import Rounding
+from llmopt.quant.kinds.codebook.kind import CodebookKind, codebook, dynamic_map
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
-from llmopt.quant.kinds.vectorwise.kind import round_to_rows
+from llmopt.quant.kinds.vectorwise.kind import VectorwiseKind
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 
 from tools.make_bitsandbytes_golden import GOLDEN, golden_weight
 
 CASES: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["cases"]
+HOW = Rounding(torch.float32)
 EACH_CASE = pytest.mark.parametrize("case", CASES, ids=[str(case["shape"]) for case in CASES])
 
 
@@ -32,7 +34,7 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
 
 @EACH_CASE
 def test_nf4_bytes(case: dict[str, Any]) -> None:
-    tensor = round_to_codebook(golden_weight(*case["shape"]), CodebookScheme("nf4"))
+    tensor = CodebookKind(CodebookScheme("nf4")).rounded(golden_weight(*case["shape"]), HOW)
     expected = case["nf4"]
     assert torch.equal(packed(tensor.codes), stored(expected["weight"], torch.uint8))
     assert torch.equal(tensor.absmax, stored(expected["absmax"], torch.float32))
@@ -45,7 +47,7 @@ def test_nf4_bytes(case: dict[str, Any]) -> None:
 def test_fp4_bytes(case: dict[str, Any]) -> None:
     """bitsandbytes compares with 0.6667 for 2/3 on a CPU: only beside a midpoint may codes differ."""
     weight = golden_weight(*case["shape"])
-    tensor = round_to_codebook(weight, CodebookScheme("fp4"))
+    tensor = CodebookKind(CodebookScheme("fp4")).rounded(weight, HOW)
     data = stored(case["fp4"]["weight"], torch.uint8)
     expected = torch.stack([data >> 4, data & 15], dim=1).view(weight.shape)
     differ = tensor.codes != expected
@@ -62,7 +64,7 @@ def test_fp4_bytes(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_double_quantization_bytes(case: dict[str, Any], kind: Any) -> None:
     weight, expected = golden_weight(*case["shape"]), case[kind]
-    tensor = round_to_codebook(weight, CodebookScheme(kind, double_quant=True))
+    tensor = CodebookKind(CodebookScheme(kind, double_quant=True)).rounded(weight, HOW)
     assert torch.equal(tensor.absmax, stored(expected["double_absmax"], torch.uint8))
     for name in ("nested_absmax", "nested_map", "nested_offset"):
         part = getattr(tensor, name)
@@ -71,7 +73,7 @@ def test_double_quantization_bytes(case: dict[str, Any], kind: Any) -> None:
 
 @EACH_CASE
 def test_int8_bytes(case: dict[str, Any]) -> None:
-    tensor = round_to_rows(golden_weight(*case["shape"])[:24], VectorwiseScheme())
+    tensor = VectorwiseKind(VectorwiseScheme()).rounded(golden_weight(*case["shape"])[:24], HOW)
     assert torch.equal(tensor.codes.flatten(), stored(case["int8"]["weight"], torch.int8))
     assert torch.equal(tensor.absmax, stored(case["int8"]["absmax"], torch.float32))
 

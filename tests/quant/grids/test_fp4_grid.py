@@ -9,15 +9,16 @@ import pytest
 import torch
 from llmopt.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
+from llmopt.quant.kinds.base.kind import Rounding
 from llmopt.quant.kinds.fp4.kind import (
     Fp4Grid,
+    Fp4Kind,
     Fp4Tensor,
     block_scales,
     e2m1_codes,
     e2m1_table,
     fp4_factors,
     global_scale_of,
-    round_to_fp4,
 )
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.methods.registry import METHODS
@@ -73,12 +74,12 @@ def test_extreme_blocks_have_finite_scales() -> None:
         assert torch.isfinite(factors).all() and (factors > 0).all()
         weight = torch.zeros(1, 64)
         weight[0, 0], weight[0, 40] = 2e38, 1e-38
-        rounded = round_to_fp4(weight, scheme).dequantize()
+        rounded = Fp4Kind(scheme).round(weight, torch.float32).dequantize()
         assert torch.isfinite(rounded).all() and float(rounded[0, 0]) == pytest.approx(
             2e38, rel=0.2
         )
     for scheme in (NVFP4, MXFP4):
-        assert not round_to_fp4(torch.zeros(2, 32), scheme).dequantize().any()
+        assert not Fp4Kind(scheme).round(torch.zeros(2, 32), torch.float32).dequantize().any()
 
 
 def test_the_global_scale_and_its_reciprocal_lead_back_to_each_other() -> None:
@@ -127,13 +128,11 @@ def test_weighted_scales_lose_less(kind: Kind) -> None:
 
 
 @KINDS
-def test_the_grid_rounds_as_the_function_does(kind: Kind) -> None:
+def test_the_grid_rounds_as_the_kind_does(kind: Kind) -> None:
     weight = heavy_weight(24, 96)
     scheme = Fp4Scheme(kind)
-    plain, nearest = (
-        round_to_fp4(weight, scheme),
-        Fp4Grid(scheme, weight.abs().max()).nearest(weight),
-    )
+    plain = Fp4Kind(scheme).rounded(weight, Rounding(torch.float32))
+    nearest = Fp4Grid(scheme, weight.abs().max()).nearest(weight)
     assert torch.equal(plain.dequantize(), nearest.dequantize())
     assert same_bits(plain.scales, nearest.parts()["scales"])
 
@@ -141,7 +140,7 @@ def test_the_grid_rounds_as_the_function_does(kind: Kind) -> None:
 @KINDS
 def test_rows_that_are_no_whole_blocks_are_named(kind: Kind) -> None:
     with pytest.raises(BadInput, match=f"layers.0.down has 40 inputs, and {kind} takes multiples"):
-        round_to_fp4(torch.ones(4, 40), Fp4Scheme(kind), name="layers.0.down")
+        Fp4Kind(Fp4Scheme(kind)).round(torch.ones(4, 40), torch.float32, name="layers.0.down")
 
 
 def test_inputs_get_a_global_scale_from_calibration() -> None:

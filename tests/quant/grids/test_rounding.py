@@ -11,16 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
-from llmopt.quant.kinds.codebook.kind import codebook, nearest, round_to_codebook
+from llmopt.quant.kinds.base.kind import Rounding
+from llmopt.quant.kinds.codebook.kind import CodebookKind, codebook, nearest
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp8.kind import FloatKind, Fp8Tensor
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.kinds.lookup.kind import largest_weights, round_to_uniform_tables
+from llmopt.quant.kinds.lookup.kind import LookupKind, largest_weights
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
-from llmopt.quant.kinds.vectorwise.kind import round_to_rows
+from llmopt.quant.kinds.vectorwise.kind import VectorwiseKind
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.methods.rounding import input_scale, quantize_layer, round_weight
 
@@ -31,6 +32,7 @@ def round_to_fp8(weight: torch.Tensor, scheme: FloatScheme, dtype: torch.dtype) 
     return FloatKind(scheme).round(weight, dtype)
 
 
+HOW = Rounding(torch.float32)
 FLOATS = [FloatScheme("tensor"), FloatScheme("channel"), FloatScheme("block")]
 KINDS: list[Scheme] = [
     *FLOATS,
@@ -218,7 +220,7 @@ def test_the_output_projection_is_named_without_a_layer() -> None:
 )
 def test_codes_are_the_nearest_of_the_table(kind: Any, rows: int, columns: int, seed: int) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    tensor = round_to_codebook(weight, CodebookScheme(kind))
+    tensor = CodebookKind(CodebookScheme(kind)).rounded(weight, HOW)
     assert tensor.absmax.numel() == -(-rows * columns // 64)
     magnitudes = tensor.absmax.repeat_interleave(64)[: weight.numel()].view(weight.shape)
     distances = (codebook(kind) - (weight / magnitudes).unsqueeze(-1)).abs()
@@ -234,8 +236,8 @@ def test_of_two_equally_near_values_the_lower_code_is_taken() -> None:
 
 def test_double_quantization_costs_little() -> None:
     weight = heavy_weight(256, 256)
-    plain = round_to_codebook(weight, CodebookScheme("nf4"))
-    double = round_to_codebook(weight, CodebookScheme("nf4", double_quant=True))
+    plain = CodebookKind(CodebookScheme("nf4")).rounded(weight, HOW)
+    double = CodebookKind(CodebookScheme("nf4", double_quant=True)).rounded(weight, HOW)
     assert torch.equal(plain.codes, double.codes)
     assert double.absmax.dtype == torch.uint8
     assert double.nested_absmax is not None
@@ -247,14 +249,14 @@ def test_double_quantization_costs_little() -> None:
 
 def test_codebook_blocks_run_on_across_rows() -> None:
     weight = heavy_weight(4, 96)
-    tensor = round_to_codebook(weight, CodebookScheme("nf4"))
+    tensor = CodebookKind(CodebookScheme("nf4")).rounded(weight, HOW)
     assert tensor.absmax.tolist() == [float(block.abs().max()) for block in weight.view(-1, 64)]
     assert torch.equal(tensor.rows(slice(2, 4)).dequantize(), tensor.dequantize()[2:])
 
 
 def test_int8_rows_by_hand() -> None:
     weight = torch.tensor([[1.0, -0.5, 0.25, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    tensor = round_to_rows(weight, VectorwiseScheme())
+    tensor = VectorwiseKind(VectorwiseScheme()).rounded(weight, HOW)
     assert tensor.codes.tolist() == [[127, -64, 32, 0], [0, 0, 0, 0]]
     assert tensor.absmax.tolist() == [1.0, 0.0]
     assert tensor.dequantize()[0].tolist() == pytest.approx([1.0, -64 / 127, 32 / 127, 0.0])
@@ -262,7 +264,7 @@ def test_int8_rows_by_hand() -> None:
 
 def test_uniform_tables_by_hand() -> None:
     weight = torch.tensor([[0.0, 1.0, 2.0, 3.0, 1.4], [-6.0, 3.0, 0.0, 0.0, -3.1]])
-    tensor = round_to_uniform_tables(weight, LookupScheme(2))
+    tensor = LookupKind(LookupScheme(2)).rounded(weight, HOW)
     expected = torch.tensor([[0.0, 1.0, 2.0, 3.0], [-6.0, -3.0, 0.0, 3.0]])
     assert torch.allclose(tensor.table.float(), expected, atol=1e-6)
     assert tensor.codes.tolist() == [[0, 1, 2, 3, 1], [0, 3, 2, 2, 1]]
@@ -271,7 +273,7 @@ def test_uniform_tables_by_hand() -> None:
 def test_sparse_weights_are_what_the_tables_miss() -> None:
     weight = heavy_weight(16, 50)
     weight[3, 7], weight[9, 0] = 40.0, -30.0
-    tensor = round_to_uniform_tables(weight, LookupScheme(3, 2 / 800))
+    tensor = LookupKind(LookupScheme(3, 2 / 800)).rounded(weight, HOW)
     assert tensor.sparse_rows is not None and tensor.sparse_columns is not None
     assert tensor.sparse_rows.diff().nonzero().flatten().tolist() == [3, 9]
     assert tensor.sparse_columns.tolist() == [7, 0]
