@@ -113,9 +113,6 @@ def _on_axis(matrix: torch.Tensor, values: torch.Tensor, inner: int) -> torch.Te
 
 
 _BLOCKS = HadamardBlocks()
-# Of the standard deviation of a codebook, by bits: what a normal source is multiplied with for the least
-# error (measured on 6,144 values). Few bits reach the tails at the price of the middle; many must not clip.
-_SPREADS = (1.1, 0.98, 0.91, 0.86, 0.83, 0.8, 0.78, 0.76)
 _LEAST = 1e-6  # of the mean, for channels that are not zero
 
 
@@ -145,11 +142,6 @@ class Incoherence:
         """A matrix `[in, in]` of products of inputs (a Gram matrix), for the transformed inputs."""
         scaled = self.turn_inputs.forward(matrix * self.inputs * self.inputs[:, None])
         return self.turn_inputs.forward(scaled.T).T.contiguous()
-
-
-def incoherence(weight: torch.Tensor, deviation: float, bits: int, seed: int) -> Incoherence:
-    """Transforms that bring a weight `[out, in]` to the spread of least error, for a codebook's deviation."""
-    return spread_evenly(weight, _SPREADS[bits - 1] * deviation, seed)
 
 
 def spread_evenly(
@@ -251,11 +243,6 @@ class TransformedGrid(Grid, Generic[SchemeT, TensorT]):
         self.scheme, self.transforms = scheme, transforms
         self.group = len(transforms.inputs)
 
-    @classmethod
-    @abstractmethod
-    def of(cls, weight: torch.Tensor, scheme: SchemeT, name: str) -> Self:
-        """The grid of a weight `[out, in]`, whose name seeds the signs; BadInput if the shape is unfit."""
-
     @abstractmethod
     def tensor(self, values: torch.Tensor, parameters: Parameters) -> TensorT:
         """The codes that were kept last, with the transforms."""
@@ -293,10 +280,9 @@ def seed_of(name: str) -> int:
 class TransformedKind(Kind[SchemeT]):
     """A kind whose grids belong to one weight, with its transforms."""
 
-    grid_class: type[TransformedGrid[Any, Any]]
-
+    @abstractmethod
     def grid_of(self, weight: torch.Tensor, name: str) -> TransformedGrid[SchemeT, Any]:
-        return self.grid_class.of(weight, self.scheme, name)
+        """The grid of a weight `[out, in]`, whose name seeds the signs; BadInput if the shape is unfit."""
 
     def rounded(self, weight: torch.Tensor, how: Rounding) -> TransformedTensor:
         return self.grid_of(weight, how.name).nearest(weight)

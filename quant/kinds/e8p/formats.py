@@ -68,7 +68,7 @@ class QuipFormat(WeightFormat):
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         assert isinstance(tensor, E8pTensor)
-        words = pack_codes(tensor.codes, tensor.residual, tensor.scheme.bits)
+        words = pack_codes(tensor.codes, tensor.residual)
         stored = {"Qidxs": words, "SU": tensor.su, "SV": tensor.sv, "Wscale": tensor.scale}
         stored |= {"had_left": tensor.left, "had_right": tensor.right}
         return {f"{module}.{name}": part for name, part in stored.items() if part is not None}

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 
@@ -165,7 +165,7 @@ MULTIPLE = 32
 _RESIDUAL_BYTES = {2: 0, 3: 1, 4: 2}
 
 
-def pack_codes(codes: torch.Tensor, residual: torch.Tensor | None, bits: int) -> torch.Tensor:
+def pack_codes(codes: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """`Qidxs` of codes and residual: int16 `[out, in / 8]`, or int32 `[out, in * bits / 32]`."""
     if residual is None:
         return codes
@@ -260,18 +260,6 @@ class E8pGrid(TransformedGrid[E8pScheme, E8pTensor]):
         self.codes = torch.zeros(inputs // DIM, outputs, dtype=torch.int32)
         self.residual = torch.zeros_like(self.codes)
 
-    @classmethod
-    def of(cls, weight: torch.Tensor, scheme: E8pScheme, name: str) -> Self:
-        outputs, inputs = weight.shape
-        if inputs % MULTIPLE:
-            raise BadInput(
-                f"{name} has {inputs} inputs: E8P codes need a multiple of {MULTIPLE}; --ignore it, or "
-                "choose another method"
-            )
-        turns = whole_width(inputs), whole_width(outputs)
-        deviation = _DEVIATIONS[scheme.bits]
-        return cls(scheme, spread_evenly(weight, deviation, seed_of(name), *turns))
-
     def tensor(self, values: torch.Tensor, parameters: Parameters) -> E8pTensor:
         bits, sides = self.scheme.bits, self.transforms
         stored = {3: torch.uint8, 4: torch.int16}
@@ -296,7 +284,16 @@ class E8pGrid(TransformedGrid[E8pScheme, E8pTensor]):
 class E8pKind(TransformedKind[E8pScheme]):
     """Points of E8P."""
 
-    grid_class = E8pGrid
+    def grid_of(self, weight: torch.Tensor, name: str) -> E8pGrid:
+        outputs, inputs = weight.shape
+        if inputs % MULTIPLE:
+            raise BadInput(
+                f"{name} has {inputs} inputs: E8P codes need a multiple of {MULTIPLE}; --ignore it, or "
+                "choose another method"
+            )
+        turns = whole_width(inputs), whole_width(outputs)
+        deviation = _DEVIATIONS[self.scheme.bits]
+        return E8pGrid(self.scheme, spread_evenly(weight, deviation, seed_of(name), *turns))
 
     @property
     def search_operations(self) -> float:

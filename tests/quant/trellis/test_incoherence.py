@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from llmopt.quant.kinds.base.incoherence import HadamardBlocks, fitted_scales, incoherence
+from llmopt.quant.kinds.base.incoherence import HadamardBlocks, fitted_scales, spread_evenly
 
 from ...support.layer_problems import correlated_inputs, heavy_weight
 
@@ -21,7 +21,7 @@ def test_outputs_of_the_float_weight_stay() -> None:
     weight = heavy_weight(256, 384)
     weight[:, 7] = 0
     weight[100:228] = 0
-    sides = incoherence(weight, 1.0, 2, seed=1)
+    sides = spread_evenly(weight, 0.98, seed=1)
     inner = sides.forward(weight)
     assert float(inner.square().mean().sqrt()) > 0.3
     x = torch.randn(5, 384, generator=torch.Generator().manual_seed(2))
@@ -37,13 +37,13 @@ def test_what_is_left_is_near_normal() -> None:
     weight = heavy_weight(128, 256)
     weight[:, 3] *= 30
     weight[5] *= 30
-    inner = incoherence(weight, 1.0, 2, seed=0).forward(weight)
+    inner = spread_evenly(weight, 0.98, seed=0).forward(weight)
     spread = inner / inner.square().mean().sqrt()
     assert float(spread.pow(4).mean()) < 3.5 < float((weight / weight.std()).pow(4).mean())
 
 
 def test_zero_weights_stay_zero() -> None:
-    sides = incoherence(torch.zeros(128, 128), 1.0, 3, seed=0)
+    sides = spread_evenly(torch.zeros(128, 128), 0.91, seed=0)
     assert not bool(sides.forward(torch.zeros(128, 128)).any())
     assert not bool(sides.backward(torch.randn(128, 128)).any())
 
@@ -52,7 +52,7 @@ def test_fitted_scales_have_less_error() -> None:
     weight = heavy_weight(128, 128)
     inputs = correlated_inputs(512, 128)
     gram = inputs.T @ inputs
-    sides = incoherence(weight, 1.0, 2, seed=0)
+    sides = spread_evenly(weight, 0.98, seed=0)
     values = sides.forward(weight)
     values = values + 0.4 * torch.randn(values.shape, generator=torch.Generator().manual_seed(4))
 
