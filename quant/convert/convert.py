@@ -276,7 +276,7 @@ def _exact(
         except BadInput as error:
             reason = reason or str(error)
         else:
-            return target.held(module, stored), ""
+            return target.held(stored), ""
     return None, reason
 
 

@@ -103,7 +103,7 @@ class WeightFormat(ABC):
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return torch.float16
 
-    def held(self, module: str, tensor: QuantizedTensor) -> QuantizedTensor:
+    def held(self, tensor: QuantizedTensor) -> QuantizedTensor:
         """A weight that the format can hold, as the kind that it stores; itself, but for ggml's blocks."""
         return tensor
 
@@ -266,12 +266,6 @@ def expect_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> torch
     return tensor
 
 
-def expect_matrix(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
-    if tensor.dim() != 2:
-        raise BadInput(f"{name} has shape {tuple(tensor.shape)}, but the format has a matrix there")
-    return expect_dtype(name, tensor, *dtypes)
-
-
 class Stored:
     """The tensors of one module, by the ending of their names; BadInput for a missing or a wrong one."""
 
@@ -293,7 +287,11 @@ class Stored:
 
     def matrix(self, ending: str, *dtypes: torch.dtype) -> torch.Tensor:
         name = f"{self.module}.{ending}"
-        return expect_matrix(name, self.source.tensor(name), *dtypes)
+        tensor = self.source.tensor(name)
+        if tensor.dim() != 2:
+            shapes = f"{tuple(tensor.shape)}, but the format has a matrix there"
+            raise BadInput(f"{name} has shape {shapes}")
+        return expect_dtype(name, tensor, *dtypes)
 
     def weight_shape(self) -> tuple[int, int]:
         out_features, in_features = self.tensor("weight_shape", shape=(2,)).tolist()

@@ -20,7 +20,7 @@ from ..base.format import Config, TensorSource, WeightFormat
 from ..base.kind import Storage
 from ..base.raw import Array, Entries, Entry, Raw
 from ..base.tensor import QuantizedTensor
-from .scheme import GgufScheme
+from .scheme import GGUF_BLOCKS, GgufScheme
 from .tensor import GgufTensor, as_blocks
 
 BLOCKS_SUFFIX = ".gguf_blocks"
@@ -47,18 +47,18 @@ class GgufFormat(WeightFormat):
 
     def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
         self.check_scheme(scheme)
-        width, _ = _gguf_scheme(scheme).block
+        width, _ = GGUF_BLOCKS[str(scheme.ggml_type)]
         if in_features % width:
             raise BadInput(
                 f"{module} has {in_features} inputs, no multiple of the {width} weights in a "
-                f"{_gguf_scheme(scheme).type} block: leave it out with --ignore"
+                f"{scheme.ggml_type} block: leave it out with --ignore"
             )
 
-    def held(self, module: str, tensor: QuantizedTensor) -> GgufTensor:
-        return as_blocks(module, tensor)
+    def held(self, tensor: QuantizedTensor) -> GgufTensor:
+        return as_blocks(tensor)
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
-        return {module + BLOCKS_SUFFIX: as_blocks(module, tensor).data}
+        return {module + BLOCKS_SUFFIX: as_blocks(tensor).data}
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> GgufTensor:
         scheme, data = self.scheme(config, module), source.tensor(module + BLOCKS_SUFFIX)
@@ -69,7 +69,7 @@ class GgufFormat(WeightFormat):
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
         return {
             "quant_method": self.name,
-            "types": {module: _gguf_scheme(scheme).type for module, scheme in schemes.items()},
+            "types": {module: scheme.ggml_type for module, scheme in schemes.items()},
             "modules_to_not_convert": list(ignore),
         }
 
@@ -108,13 +108,6 @@ class GgufFormat(WeightFormat):
         if codes is not None:
             parts["codes"] = codes.reshape(shape)
         return Raw(parts, {"block scales": numbers.view("<f2").astype(np.float32)}, shape)
-
-
-def _gguf_scheme(scheme: Scheme) -> GgufScheme:
-    type_name = scheme.ggml_type
-    if type_name is None:
-        raise BadInput(f"format gguf cannot hold {scheme.label} weights")
-    return GgufScheme(type_name)
 
 
 # Offsets of the float16 scales in a block, where there is not one at its beginning. The scale of IQ1_M is in

@@ -213,35 +213,22 @@ class GgufTensor(QuantizedTensor):
             yield from gguf_to_fp4(self).forms()
 
 
-def as_blocks(module: str, tensor: QuantizedTensor) -> GgufTensor:
-    """The same weight in ggml's blocks; BadInput: no block type holds it without loss."""
+def as_blocks(tensor: QuantizedTensor) -> GgufTensor:
+    """The same weight in ggml's blocks, of a scheme that has a `ggml_type`."""
     if isinstance(tensor, IntTensor):
-        return int_to_gguf(tensor, name=module)
-    if isinstance(tensor, Fp4Tensor) and tensor.scheme.ggml_type is not None:
+        return int_to_gguf(tensor)
+    if isinstance(tensor, Fp4Tensor):
         return fp4_to_gguf(tensor)
-    if not isinstance(tensor, GgufTensor):
-        raise BadInput(f"{module}: format gguf cannot hold {tensor.scheme.label} weights")
+    assert isinstance(tensor, GgufTensor)
     return tensor
 
 
-def int_to_gguf(tensor: IntTensor, *, name: str = "weight") -> GgufTensor:
-    """The same weight as Q4_0 or Q8_0, with repeated scales. BadInput: it does not fit them exactly."""
+def int_to_gguf(tensor: IntTensor) -> GgufTensor:
+    """The same weight as Q4_0 or Q8_0, with its float16 scales repeated."""
     type_name = tensor.scheme.ggml_type
-    if type_name is None:
-        raise BadInput(
-            f"{name}: {tensor.scheme.label} weights fit no GGUF type without loss; 4- and 8-bit "
-            f"symmetric ones in groups of a multiple of {WIDTH} do"
-        )
-    if tensor.in_features % WIDTH:
-        raise BadInput(f"{name}: {tensor.in_features} inputs are no multiple of {WIDTH}")
-    scales = tensor.scales.to(torch.float16)
-    if not torch.equal(scales.to(torch.float32), tensor.scales.to(torch.float32)):
-        raise BadInput(
-            f"{name}: its {tensor.scales.dtype} scales are not exact in GGUF's float16; quantize the "
-            f"original model to {type_name} instead"
-        )
+    assert type_name is not None and tensor.scales.dtype == torch.float16
     num_blocks = tensor.in_features // WIDTH
-    head = scales.repeat_interleave(num_blocks // tensor.num_groups, dim=1).flatten()
+    head = tensor.scales.repeat_interleave(num_blocks // tensor.num_groups, dim=1).flatten()
     codes = tensor.codes.reshape(-1, WIDTH)
     # Q8_0: code - 128, in two's complement.
     values = codes ^ 128 if type_name == "Q8_0" else pack_codes(codes)
@@ -250,12 +237,7 @@ def int_to_gguf(tensor: IntTensor, *, name: str = "weight") -> GgufTensor:
 
 
 def gguf_to_int(tensor: GgufTensor) -> IntTensor:
-    """A Q4_0 or Q8_0 weight as integers in groups of 32. BadInput: no other has integer zeros."""
-    if tensor.scheme.type not in INTEGER_TYPES:
-        raise BadInput(
-            f"weight: {tensor.scheme.type} blocks are no integer grid with one scale for a group; "
-            "Q4_0 and Q8_0 are"
-        )
+    """A Q4_0 or Q8_0 weight as integers in groups of 32; no other type has integer zeros."""
     blocks = tensor.data.reshape(-1, tensor.scheme.block[1])
     codes = blocks[:, 2:] ^ 128 if tensor.scheme.bits == 8 else simple_codes(blocks, "Q4_0")
     out_features, in_features = tensor.shape

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.base.errors import BadInput
 from llmopt.base.processor import VARIABLE
+from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.ggml.fit import native_search
 from llmopt.quant.kinds.ggml.k_blocks import pack_affine
@@ -220,15 +221,10 @@ def test_ggmls_own_blocks_as_integers(type_name):
 def test_what_does_not_fit_is_refused():
     for scheme in (IntScheme(4, 32, False), IntScheme(3, 32, True), IntScheme(4, 16, True)):
         assert scheme.ggml_type is None
-        with pytest.raises(BadInput, match=r"v_proj.*fit no GGUF type"):
-            int_to_gguf(round_to_nearest(sample(), scheme, torch.float16), name="v_proj")
-    with pytest.raises(BadInput, match="not exact"):
-        int_to_gguf(round_to_nearest(sample(), IntScheme(4, 32, True), torch.float32))
-    with pytest.raises(BadInput, match="no multiple of 32"):
-        odd = round_to_nearest(torch.randn(8, 48), IntScheme(4, -1, True), torch.float16)
-        int_to_gguf(odd)
-    with pytest.raises(BadInput, match="Q4_K"):
-        gguf_to_int(GgufTensor(quantize_blocks(sample(), "Q4_K"), GgufScheme("Q4_K")))
+        with pytest.raises(BadInput, match="format gguf cannot hold int"):
+            FORMATS["gguf"].check("v_proj", 8, 64, scheme)
+    with pytest.raises(BadInput, match=r"v_proj has 48 inputs, no multiple of the 32"):
+        FORMATS["gguf"].check("v_proj", 8, 48, IntScheme(4, -1, True))
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q4_0", "Q5_1"])

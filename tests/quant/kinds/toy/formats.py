@@ -11,11 +11,9 @@ from llmopt.base.errors import BadInput
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.kinds.base.format import (
     Config,
+    Stored,
     TensorSource,
     WeightFormat,
-    expect_dtype,
-    expect_matrix,
-    expect_shape,
     held_scheme,
 )
 from llmopt.quant.kinds.base.kind import Storage
@@ -49,12 +47,11 @@ class ToyFormat(WeightFormat):
         return {f"{module}.signs": signs, f"{module}.magnitude": tensor.magnitude}
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> ToyTensor:
-        name = f"{module}.signs"
-        packed = expect_matrix(name, source.tensor(name), torch.uint8)
+        stored = Stored(source, module)
+        packed = stored.matrix("signs", torch.uint8)
         signs = (((packed.unsqueeze(-1) >> _BITS) & 1).to(torch.int8) * 2 - 1).flatten(1)
-        name = f"{module}.magnitude"
-        magnitude = expect_shape(name, source.tensor(name), (len(packed),))
-        return ToyTensor(signs, expect_dtype(name, magnitude, torch.float16), ToyScheme())
+        magnitude = stored.tensor("magnitude", torch.float16, shape=(len(packed),))
+        return ToyTensor(signs, magnitude, ToyScheme())
 
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
         return {"quant_method": "toy", "modules_to_not_convert": list(ignore)}
