@@ -38,11 +38,8 @@ KINDS = {
 
 
 def format_names() -> tuple[str, ...]:
-    """The names of all formats, sorted; ValueError: two kinds call one theirs alone."""
-    own = [name for kind in KINDS.values() for name in kind.formats]
-    if twice := {name for name in own if own.count(name) > 1}:
-        raise ValueError(f"two kinds have the format {', '.join(sorted(twice))} for themselves")
-    return tuple(sorted({*own, *(name for kind in KINDS.values() for name in kind.shared)}))
+    """The names of all formats, sorted."""
+    return tuple(sorted({name for kind in KINDS.values() for name in kind.formats + kind.shared}))
 
 
 def scheme_class(kind_name: str) -> type[Scheme]:

@@ -9,7 +9,14 @@ import pytest
 from llmopt.base.errors import BadInput
 from llmopt.quant.gguf.container import GgufFile, write_gguf
 from llmopt.quant.gguf.read_tokenizer import read_tokenizer
-from llmopt.quant.gguf.tokenizer import EXPRESSIONS, RAW_TEXT, tokenizer_keys
+from llmopt.quant.gguf.tokenizer import (
+    ADDS_BOS,
+    ADDS_SEPARATOR,
+    EXPRESSIONS,
+    IGNORES_MERGES,
+    RAW_TEXT,
+    tokenizer_keys,
+)
 from tokenizers import Tokenizer
 
 from tests.support.gguf_support import SPLITS, STORIES, byte_level_tokenizer
@@ -175,3 +182,7 @@ def test_what_cannot_be_read_is_named(
 def test_a_file_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"holds no tokenizer: put the model's tokenizer\.json"):
         read_tokenizer(written(tmp_path, {}))
+
+
+def test_special_pre_tokenizers_are_known() -> None:
+    assert EXPRESSIONS.keys() >= IGNORES_MERGES | ADDS_BOS | ADDS_SEPARATOR | RAW_TEXT
