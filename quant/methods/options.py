@@ -192,22 +192,15 @@ _FP4_INPUTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Integers:
+def integers(options: SchemeOptions, *, symmetric: bool = True, group_size: int = 128) -> Scheme:
     """Integers in groups, symmetric and of that size where the options do not say."""
-
-    symmetric: bool = True
-    group_size: int = 128
-
-    def __call__(self, options: SchemeOptions) -> Scheme:
-        symmetric = self.symmetric if options.symmetric is None else options.symmetric
-        group_size = options.group_size or self.group_size
-        return IntScheme(
-            options.width,
-            group_size,
-            symmetric,
-            permuted=options.act_order == "dynamic" and group_size != PER_CHANNEL,
-        )
+    group_size = options.group_size or group_size
+    return IntScheme(
+        options.width,
+        group_size,
+        symmetric if options.symmetric is None else options.symmetric,
+        permuted=options.act_order == "dynamic" and group_size != PER_CHANNEL,
+    )
 
 
 def int8(options: SchemeOptions) -> Scheme:
@@ -267,42 +260,30 @@ def fp8(options: SchemeOptions) -> Scheme:
     return FloatScheme(granularity, Activations("fp8", "tensor", dynamic=False))
 
 
-@dataclass(frozen=True, slots=True)
-class Codebook:
+def codebook(options: SchemeOptions, *, kind: Literal["nf4", "fp4"]) -> Scheme:
     """Blocks of 64 weights, each weight the nearest of 16 values times the block's absmax (bitsandbytes)."""
+    from ..kinds.codebook.scheme import CODEBOOK_BLOCKS, CodebookScheme
 
-    kind: Literal["nf4", "fp4"]
-
-    def __call__(self, options: SchemeOptions) -> Scheme:
-        from ..kinds.codebook.scheme import CODEBOOK_BLOCKS, CodebookScheme
-
-        size = 64 if options.group_size is None else options.group_size
-        if size not in CODEBOOK_BLOCKS:
-            sizes = ", ".join(str(block) for block in CODEBOOK_BLOCKS)
-            raise BadInput(f"--group-size {size}: blocks of method {self.kind} have {sizes}")
-        return CodebookScheme(self.kind, size, options.double_quant)
+    size = 64 if options.group_size is None else options.group_size
+    if size not in CODEBOOK_BLOCKS:
+        sizes = ", ".join(str(block) for block in CODEBOOK_BLOCKS)
+        raise BadInput(f"--group-size {size}: blocks of method {kind} have {sizes}")
+    return CodebookScheme(kind, size, options.double_quant)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockFloat:
+def block_float(options: SchemeOptions, *, kind: Literal["nvfp4", "mxfp4"]) -> Scheme:
     """e2m1 weights in blocks of 16 (`nvfp4`) or 32 (`mxfp4`); W4A16, or W4A4 with `--activations`."""
+    from ..kinds.fp4.scheme import Fp4Scheme
 
-    kind: Literal["nvfp4", "mxfp4"]
-
-    def __call__(self, options: SchemeOptions) -> Scheme:
-        from ..kinds.fp4.scheme import Fp4Scheme
-
-        choice, activations = _FP4_INPUTS[self.kind]
-        if options.activations not in (None, "none", choice):
-            raise BadInput(
-                f"--activations {options.activations}: method {self.kind} has {choice} and none"
-            )
-        scheme = Fp4Scheme(self.kind, activations if options.activations == choice else None)
-        if options.group_size not in (None, scheme.block_size):
-            raise BadInput(
-                f"--group-size {options.group_size}: blocks of method {self.kind} have {scheme.block_size}"
-            )
-        return scheme
+    choice, activations = _FP4_INPUTS[kind]
+    if options.activations not in (None, "none", choice):
+        raise BadInput(f"--activations {options.activations}: method {kind} has {choice} and none")
+    scheme = Fp4Scheme(kind, activations if options.activations == choice else None)
+    if options.group_size not in (None, scheme.block_size):
+        raise BadInput(
+            f"--group-size {options.group_size}: blocks of method {kind} have {scheme.block_size}"
+        )
+    return scheme
 
 
 def squeezellm(options: SchemeOptions) -> Scheme:

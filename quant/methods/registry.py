@@ -17,7 +17,7 @@ from ...base.option import flag_of, offer, options_of
 from ..base.scheme import SUPPORTED_BITS, Scheme
 from ..kinds.registry import format_names
 from . import options
-from .options import BlockFloat, Codebook, Integers, MethodOptions, SchemeOptions, refuse_options
+from .options import MethodOptions, SchemeOptions, refuse_options
 
 if TYPE_CHECKING:
     from .base import LayerProblem, LayerResult
@@ -122,13 +122,22 @@ class Method:
         if solver == "nearest" or self.codes == "own":
             return self
         solved = replace(
-            self, takes=(*self.takes, "act_order"), scheme_of=_InOrder(self), needs_statistics=True
+            self,
+            takes=(*self.takes, "act_order"),
+            scheme_of=self._ordered_scheme,
+            needs_statistics=True,
         )
         if self.codes == "smoothed":
             return solved
         gptq = METHODS["gptq"]
         samples = max(self.num_samples, gptq.num_samples)
         return replace(solved, module=gptq.module, sequential=gptq.sequential, num_samples=samples)
+
+    def _ordered_scheme(self, options: SchemeOptions) -> Scheme:
+        """The scheme where GPTQ chooses the codes: the order of its channels is not the scheme's."""
+        if options.act_order == "dynamic":
+            raise BadInput("--act-order dynamic: only method gptq permutes groups")
+        return self.scheme(replace(options, act_order=SchemeOptions().act_order))
 
     def on_grid(self, scheme: Scheme) -> Method:
         """The method on the one grid of a format that holds no other (`WeightFormat.rounds_to`)."""
@@ -153,18 +162,6 @@ class Method:
                     raise BadInput(
                         f"{_flag(knob)} is of the tuning of scales: give --finetune-steps too"
                     )
-
-
-@dataclass(frozen=True, slots=True)
-class _InOrder:
-    """Schemes of a method whose codes GPTQ chooses: the order of its channels is not the scheme's."""
-
-    method: Method
-
-    def __call__(self, options: SchemeOptions) -> Scheme:
-        if options.act_order == "dynamic":
-            raise BadInput("--act-order dynamic: only method gptq permutes groups")
-        return self.method.scheme(replace(options, act_order=SchemeOptions().act_order))
 
 
 def _flag(knob: str) -> str:
@@ -203,7 +200,7 @@ METHODS: dict[str, Method] = {
         _integers(
             "awq",
             "awq",
-            Integers(symmetric=False),
+            partial(options.integers, symmetric=False),
             module="awq",
             codes="smoothed",
             best_solver="gptq",
@@ -214,7 +211,7 @@ METHODS: dict[str, Method] = {
             code_bytes=2,
             **_calibrated,
         ),
-        _integers("rtn", "compressed-tensors", Integers(), ranged=True),
+        _integers("rtn", "compressed-tensors", options.integers, ranged=True),
         Method(
             "smoothquant",
             "compressed-tensors",
@@ -234,7 +231,7 @@ METHODS: dict[str, Method] = {
         _integers(
             "gptq",
             "gptq",
-            Integers(),
+            options.integers,
             takes=(*_GROUPS, "act_order"),
             module="gptq",
             codes="own",
@@ -248,7 +245,7 @@ METHODS: dict[str, Method] = {
         _integers(
             "autoround",
             "compressed-tensors",
-            Integers(),
+            options.integers,
             module="autoround",
             codes="own",
             needs_statistics=True,
@@ -269,14 +266,14 @@ METHODS: dict[str, Method] = {
         ),
         # The format holds blocks alone, not the other granularities.
         Method("fp8", "fp8", options.fp8, ("bits", "granularity", "activations"), 8, (8,)),
-        _codebook("nf4", scheme_of=Codebook("nf4"), copies=5.0),
-        _codebook("fp4", scheme_of=Codebook("fp4")),
-        _block_float("nvfp4", scheme_of=BlockFloat("nvfp4")),
-        _block_float("mxfp4", scheme_of=BlockFloat("mxfp4")),
+        _codebook("nf4", scheme_of=partial(options.codebook, kind="nf4"), copies=5.0),
+        _codebook("fp4", scheme_of=partial(options.codebook, kind="fp4")),
+        _block_float("nvfp4", scheme_of=partial(options.block_float, kind="nvfp4")),
+        _block_float("mxfp4", scheme_of=partial(options.block_float, kind="mxfp4")),
         Method(
             "hqq",
             "compressed-tensors",
-            Integers(symmetric=False, group_size=64),
+            partial(options.integers, symmetric=False, group_size=64),
             _GROUPS,
             widths=_TABLES,
             module="hqq",

@@ -15,7 +15,7 @@ from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
-from llmopt.quant.methods.options import Integers, SchemeOptions
+from llmopt.quant.methods.options import SchemeOptions
 from llmopt.quant.methods.registry import METHODS
 
 CHOICES: list[tuple[str, dict[str, Any], Scheme]] = [
@@ -65,7 +65,7 @@ def test_the_help_names_the_methods_with_zero_points_by_default() -> None:
     with_zeros = [
         name
         for name, method in METHODS.items()
-        if isinstance(method.scheme_of, Integers) and not method.scheme_of.symmetric
+        if "symmetric" in method.takes and method.scheme(SchemeOptions()).asymmetric
     ]
     assert (
         f"Default: with for {' and '.join(with_zeros)},"
