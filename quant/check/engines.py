@@ -174,24 +174,21 @@ def _llama_cpp(contents: Contents, target: Target) -> EngineAnswer:
     return _joined("llama.cpp", release, linears)
 
 
-def _rules_of(engine: str) -> Callable[[Contents, Target], EngineAnswer]:
-    def answer(contents: Contents, target: Target) -> EngineAnswer:
-        rules = engine_rules()[engine]
-        release = rules.version(target.version)
-        has_file = (contents.checkpoint.folder / HF_QUANT_CONFIG).is_file()
-        if engine == "trtllm" and contents.method == "modelopt" and not has_file:
-            reason = f"it reads {HF_QUANT_CONFIG}, which is missing"
-            return EngineAnswer(engine, release, "does not", reason)
-        if target.gpu is not None and target.capability is None:
-            reason = f"its rules are known for CUDA alone, not for {target.gpu}"
-            return EngineAnswer(engine, release, "unknown", reason)
-        answer = _by_rules(engine, contents.method, contents.architecture, contents.linears, target)
-        if engine != "vllm" or not contents.method or answer.answer == "does not":
-            return answer
-        reason = _vllm_refusal(contents, target)
-        return answer if reason is None else replace(answer, answer="does not", reason=reason)
-
-    return answer
+def _by_tables(engine: str, contents: Contents, target: Target) -> EngineAnswer:
+    """The answer of an engine whose rules are tables: vLLM, SGLang and TensorRT-LLM."""
+    release = engine_rules()[engine].version(target.version)
+    has_file = (contents.checkpoint.folder / HF_QUANT_CONFIG).is_file()
+    if engine == "trtllm" and contents.method == "modelopt" and not has_file:
+        reason = f"it reads {HF_QUANT_CONFIG}, which is missing"
+        return EngineAnswer(engine, release, "does not", reason)
+    if target.gpu is not None and target.capability is None:
+        reason = f"its rules are known for CUDA alone, not for {target.gpu}"
+        return EngineAnswer(engine, release, "unknown", reason)
+    answer = _by_rules(engine, contents.method, contents.architecture, contents.linears, target)
+    if engine != "vllm" or not contents.method or answer.answer == "does not":
+        return answer
+    reason = _vllm_refusal(contents, target)
+    return answer if reason is None else replace(answer, answer="does not", reason=reason)
 
 
 def _vllm_refusal(contents: Contents, target: Target) -> str | None:
@@ -348,7 +345,7 @@ def _joined(
 
 
 ENGINES: dict[str, Callable[[Contents, Target], EngineAnswer]] = {
-    **{engine: _rules_of(engine) for engine in ("vllm", "sglang", "trtllm")},
+    **{engine: partial(_by_tables, engine) for engine in ("vllm", "sglang", "trtllm")},
     "llama.cpp": _llama_cpp,
     "transformers": _transformers,
     "llmopt": _llmopt,
