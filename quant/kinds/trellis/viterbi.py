@@ -121,7 +121,7 @@ _TRIED = 3, 40  # sequences and targets that Triton's search is held against tor
 def nearest_states(targets: torch.Tensor, bits: int, name: str) -> torch.Tensor:
     """States int32 `[sequences, length]` nearest to `targets`, with values of codebook `name`. Each shares
     its upper `16 - bits` bits with the one before, the first with the last."""
-    if not _triton_problem(targets.device, bits, name):
+    if _triton_serves(targets.device, bits, name):
         return _triton_states(targets, bits, name)
     return _composed_states(targets, bits, name)
 
@@ -145,25 +145,24 @@ def _side(length: int, bits: int) -> int:
 
 
 @cache
-def _triton_problem(device: torch.device, bits: int, name: str) -> str:
-    """Why Triton's search does not serve a device; "": it does, and has found the paths of torch's there."""
-    if device.type != "cuda" or os.environ.get("LLMOPT_TRITON") == "off":
-        return "it is a GPU kernel"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
+def _triton_serves(device: torch.device, bits: int, name: str) -> bool:
+    """True if Triton's search runs on a device, and has found the paths of torch's there."""
+    is_off = device.type != "cuda" or os.environ.get("LLMOPT_TRITON") == "off"
+    if is_off or find_spec("triton") is None:
+        return False
     generator = torch.Generator().manual_seed(0)
     targets = torch.randn(_TRIED, generator=generator, device="cpu").to(device)
     try:
         states = _triton_states(targets, bits, name)
-        same = torch.equal(states, _composed_states(targets, bits, name))
-        problem = "" if same else "it finds other paths than torch's"
+        if torch.equal(states, _composed_states(targets, bits, name)):
+            return True
+        problem = "it finds other paths than torch's"
     except Exception as error:  # of the compiler, the driver or the launch
         problem = f"{type(error).__name__}: {first_line(error)}"
-    if problem:
-        _log.warning(
-            "trellis codes are searched for in torch, Triton's search is left out: %s", problem
-        )
-    return problem
+    _log.warning(
+        "trellis codes are searched for in torch, Triton's search is left out: %s", problem
+    )
+    return False
 
 
 def _triton_states(targets: torch.Tensor, bits: int, name: str) -> torch.Tensor:

@@ -55,9 +55,9 @@ def test_a_search_that_is_wrong_costs_a_warning(caplog: pytest.LogCaptureFixture
     """The pretended card computes nothing, so its paths are others than those of torch's search there."""
     given = targets(8, 4)
     with pretended_cuda(Card()), caplog.at_level(logging.WARNING):
-        viterbi._triton_problem.cache_clear()
+        viterbi._triton_serves.cache_clear()
         found = [viterbi.nearest_states(given.to("cuda"), 4, "mul1").cpu() for _ in range(2)]
-    viterbi._triton_problem.cache_clear()
+    viterbi._triton_serves.cache_clear()
     assert [record.message for record in caplog.records] == [
         "trellis codes are searched for in torch, Triton's search is left out: "
         "it finds other paths than torch's"
