@@ -79,7 +79,8 @@ def tune(
         name: nn.Parameter(torch.empty(shape, dtype=block.compute))
         for name, shape in shapes.items()
     }
-    _write(roundings, weights)
+    for name, rounding in roundings.items():
+        rounding.write(weights[name].data)
     generator = torch.Generator(HOST).manual_seed(block.seed)
     best, shown, began = 1.0, time.monotonic(), time.monotonic()
     with _deterministic(), block.tuned(weights):
@@ -151,12 +152,6 @@ def _backward(
         for weight, gradient in zip(weights.values(), gradients, strict=True):
             weight.grad = gradient
     return sum((loss for worker in workers.gathered(losses) for loss in worker), 0.0)
-
-
-@torch.no_grad()
-def _write(roundings: Mapping[str, TunedRounding], weights: Mapping[str, nn.Parameter]) -> None:
-    for name, rounding in roundings.items():
-        rounding.write(weights[name].data)
 
 
 @contextmanager
