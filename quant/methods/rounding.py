@@ -15,7 +15,7 @@ from ...base.errors import BadInput
 from ..base.scheme import E4M3_MAX, Scheme
 from ..families.layer_map import LayerMap, fused_name
 from ..kinds.base.grid import Grid
-from ..kinds.base.kind import kind_of
+from ..kinds.base.kind import Rounding, kind_of
 from ..kinds.base.tensor import QuantizedTensor, require_finite
 from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, each_linear, full_name
 
@@ -140,13 +140,13 @@ def round_plain(
 
 def linear_grid(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Grid:
     """The grid of a linear's scheme, for its weight `[out, in]` or that of several joined along `out`."""
-    return kind_of(problem.schemes[linear]).grid(
-        weight.shape,
+    how = Rounding(
         problem.scale_dtypes[linear],
         input_scale=input_scale(problem, linear),
         mse=problem.options.ranges == "mse",
         largest=fused_largest(problem, linear, weight),
     )
+    return kind_of(problem.schemes[linear]).grid_for(weight.shape, how)
 
 
 def input_scale(problem: LayerProblem, linear: str) -> torch.Tensor | None:

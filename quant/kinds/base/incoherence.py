@@ -22,7 +22,7 @@ import zlib
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
@@ -34,19 +34,9 @@ from .tensor import QuantizedTensor
 BLOCK = 128
 
 
-class Transform(Protocol):
-    """An orthogonal transform of the last axis, float32 `[..., width]`, in blocks of consecutive channels."""
-
-    @property
-    def block(self) -> int: ...
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor: ...
-
-    def backward(self, values: torch.Tensor) -> torch.Tensor: ...
-
-
 class HadamardBlocks:
-    """The transform of blocks of 128 along the last axis, which is its own inverse; 128 divides the width."""
+    """The orthogonal transform of blocks of 128 along the last axis, float32 `[..., width]`; its own inverse.
+    128 divides the width."""
 
     block = BLOCK
 
@@ -112,6 +102,7 @@ def _on_axis(matrix: torch.Tensor, values: torch.Tensor, inner: int) -> torch.Te
     return (matrix @ values.unflatten(1, (-1, len(matrix), inner))).flatten(1)
 
 
+Transform = HadamardBlocks | HadamardTransform
 _BLOCKS = HadamardBlocks()
 _LEAST = 1e-6  # of the mean, for channels that are not zero
 

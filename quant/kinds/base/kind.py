@@ -139,9 +139,6 @@ class Kind(ABC, Generic[SchemeT]):
         """Round a weight `[out, in]` to nearest (RTN), by fields of `Rounding`. BadInput: it does not fit."""
         return self.rounded(weight, Rounding(scale_dtype, **how))
 
-    def grid(self, shape: tuple[int, ...], scale_dtype: torch.dtype, **how: Any) -> Grid:
-        return self.grid_for(shape, Rounding(scale_dtype, **how))
-
     @property
     def refuses_solver(self) -> str | None:
         """Why no solver but nearest goes to the scheme; None: it has a `Grid`."""

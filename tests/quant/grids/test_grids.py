@@ -6,7 +6,7 @@ import pytest
 import torch
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.kinds.base.grid import Grid, Parameters, group_of
-from llmopt.quant.kinds.base.kind import kind_of
+from llmopt.quant.kinds.base.kind import Rounding, kind_of
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
@@ -49,7 +49,7 @@ SHAPE = 136, 512
 def test_points_are_the_dequantized_weight_and_codes_come_back_from_them(scheme: Scheme) -> None:
     weight = heavy_weight(*SHAPE)
     weight[3, :256] = 0
-    grid = kind_of(scheme).grid(SHAPE, torch.float32, largest=weight.abs().max())
+    grid = kind_of(scheme).grid_for(SHAPE, Rounding(torch.float32, largest=weight.abs().max()))
     grouped = weight.unflatten(1, (-1, grid.group))
     for importance in (None, torch.rand(grouped.shape[1:]) + 0.1):
         parameters = grid.fit(grouped, importance)
@@ -69,7 +69,7 @@ def test_points_are_the_dequantized_weight_and_codes_come_back_from_them(scheme:
 def test_a_tall_weight_is_fitted_as_its_rows_are(name: str) -> None:
     """The search goes through blocks in chunks, whose ends are no rows' ends."""
     weight = heavy_weight(350, 512).unflatten(1, (2, 256))
-    grid = kind_of(GgufScheme(name)).grid((350, 512), torch.float32)
+    grid = kind_of(GgufScheme(name)).grid_for((350, 512), Rounding(torch.float32))
     importance = torch.rand(2, 256) + 0.1
     whole = grid.fit(weight, importance)
     parts = [grid.fit(rows, importance) for rows in weight.split(100)]
@@ -80,7 +80,7 @@ def test_a_tall_weight_is_fitted_as_its_rows_are(name: str) -> None:
 @EACH
 def test_columns_are_rounded_as_the_whole_weight_is(scheme: Scheme) -> None:
     weight = heavy_weight(*SHAPE)
-    grid = kind_of(scheme).grid(SHAPE, torch.float32, largest=weight.abs().max())
+    grid = kind_of(scheme).grid_for(SHAPE, Rounding(torch.float32, largest=weight.abs().max()))
     grouped = weight.unflatten(1, (-1, grid.group))
     parameters = grid.fit(grouped)
     points = grid.round(grouped, parameters)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from llmopt.quant.base.scheme import Scheme
-from llmopt.quant.kinds.base.kind import kind_of
+from llmopt.quant.kinds.base.kind import Rounding, kind_of
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
@@ -26,7 +26,7 @@ def test_descent_lowers_the_output_error_and_ends_on_the_grid(scheme: Scheme) ->
     weight = heavy_weight(16, 256)
     statistics = statistics_of(correlated_inputs(512, 256))
     gram = statistics.gram / statistics.gram.diagonal().mean()
-    grid = kind_of(scheme).grid((16, 256), torch.float32)
+    grid = kind_of(scheme).grid_for((16, 256), Rounding(torch.float32))
     rounding = GridRounding(weight, grid, statistics.gram.diagonal())
     present = torch.empty_like(weight)
 

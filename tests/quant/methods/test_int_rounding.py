@@ -4,7 +4,7 @@ import pytest
 import torch
 from llmopt.base.processor import VARIABLE
 from llmopt.quant.base.scheme import PER_CHANNEL
-from llmopt.quant.kinds.base.kind import kind_of
+from llmopt.quant.kinds.base.kind import Rounding, kind_of
 from llmopt.quant.kinds.integer.kind import IntTensor, round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.int_rounding import IntRounding, native_rounding
@@ -106,7 +106,7 @@ def test_the_descent_begins_in_the_ranges_of_rounding_to_nearest(symmetric: bool
     torch.manual_seed(0)
     scheme, weight = IntScheme(3, 32, symmetric), heavy_weight(64, 64)
     weight[5] = 0
-    grid = kind_of(scheme).grid(weight.shape, torch.float32)
+    grid = kind_of(scheme).grid_for(weight.shape, Rounding(torch.float32))
     start = grid.nearest(weight, torch.rand(64) + 0.1)
     assert isinstance(start, IntTensor)
     begun = IntRounding(weight, scheme, torch.float32, start).tensor()
