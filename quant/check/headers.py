@@ -13,7 +13,7 @@ from typing import Any
 from ...base.errors import BadInput
 from ..kinds.base.raw import Entries, read_headers
 from ..model.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, indexed_shards, read_json
-from .findings import Finding
+from .findings import Finding, Severity
 
 
 class HeaderCheckpoint(Checkpoint):
@@ -80,11 +80,10 @@ class HeaderCheckpoint(Checkpoint):
         for name in self.entries.keys() - listed.keys():
             shard = self.entries[name].path.name
             message = f"is in {shard}, and not in {INDEX_NAME}: loaders by the index leave it out"
-            self._add("unlisted-tensor", name, message, broken=False)
+            self._add("unlisted-tensor", name, message, "suspect")
         self.shard_of = {name: shard for name, shard in listed.items() if name in self.entries}
 
-    def _add(self, code: str, subject: str, message: str, *, broken: bool = True) -> None:
-        severity = "broken" if broken else "suspect"
+    def _add(self, code: str, subject: str, message: str, severity: Severity = "broken") -> None:
         self.findings.append(Finding(code, subject, f"{subject} {message}", severity))
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -146,8 +145,8 @@ class DequantizedGguf(GgufCheckpoint):
         config = self.config.pop("quantization_config", None)
         if config is None:
             return
-        suffix = re.compile(rf"{re.escape(BLOCKS_SUFFIX)}$")
-        self._infos = {suffix.sub(".weight", name): info for name, info in self._infos.items()}
+        infos = self._infos.items()
+        self._infos = {name.replace(BLOCKS_SUFFIX, ".weight"): info for name, info in infos}
         self.shard_of = dict.fromkeys(self._infos, self.path.name)
         self.source_type = file_type(self._file, config["types"].values())
         self.notes = (
