@@ -217,13 +217,7 @@ def judge_starts(
 ) -> Comparison:
     """Judge the starts `new` against the starts `base`, of which `base[i]` and `new[i]` are a pair of at most
     `max_pairs`; no more follow a `final` one. It may be called after every pair: the test knows its looks,
-    and their errors add up to its stated error.
-
-    Raises:
-        BadInput: no pairs, or starts without a partner.
-    """
-    if not base or len(base) != len(new):
-        raise BadInput(f"starts: {len(base)} of the base and {len(new)} of the new build, no pairs")
+    and their errors add up to its stated error."""
     comparison = replace(_before_limits(base, new), num_pairs=len(base))
     if comparison.reasons:
         return comparison

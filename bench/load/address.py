@@ -72,7 +72,7 @@ class Address:
         headers: Mapping[str, str] | None = None,
         verify_tls: bool = True,
     ) -> Address:
-        """Build the address. BadInput: no URL of http or https, an unknown backend, or a broken header."""
+        """Build the address. BadInput: no URL of http or https, or a broken header."""
         try:
             parts = urlsplit(base_url)
             port = parts.port
@@ -82,8 +82,6 @@ class Address:
             raise BadInput(f"--base-url {base_url!r}: write http://HOST:PORT or https://HOST")
         if parts.username is not None:
             raise BadInput("--base-url holds a password: give --api-key or --header instead")
-        if backend not in BACKENDS:
-            raise BadInput(f"--backend {backend!r}: it is none of {', '.join(BACKENDS)}")
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         netloc = host if port is None else f"{host}:{port}"
         prefix = parts.path.rstrip("/").removesuffix("/v1")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from llmopt.base.errors import BadInput
 from llmopt.base.progress import Silent
 from llmopt.bench.load.address import Address
 from llmopt.bench.load.exchange import EncodedRequest, Endpoint
@@ -382,5 +381,3 @@ def test_addresses() -> None:
     assert Address.parse("https://host").endpoint(1).port == 443
     assert Address.parse("http://[::1]:80").endpoint(1).host == "::1"
     assert Address.parse("http://h", endpoint="v2/x").path == "/v2/x"
-    with pytest.raises(BadInput):
-        Address.parse("http://h", backend="nothing")

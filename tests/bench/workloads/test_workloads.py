@@ -17,6 +17,7 @@ from llmopt.bench.workloads.datasets import build_workload, locate_dataset
 from llmopt.bench.workloads.sharegpt import drop_reason, sharegpt_workload
 from llmopt.bench.workloads.synthetic import length_range, random_workload, warmup_workload
 from llmopt.bench.workloads.workload import Workload, arrival_offsets, numbered
+from pydantic import ValidationError
 
 
 class Words:
@@ -229,8 +230,8 @@ def test_other_arrivals() -> None:
     assert (arrival_offsets(5, math.inf) == 0).all()
     assert arrival_offsets(4, 2.0, burstiness=math.inf) == pytest.approx([0.5, 1.0, 1.5, 2.0])
     for rate, burstiness in ((0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0)):
-        with pytest.raises(BadInput):
-            arrival_offsets(5, rate, burstiness=burstiness)
+        with pytest.raises(ValidationError):
+            BenchOptions(request_rate=rate, burstiness=burstiness)
 
 
 def test_load_defaults() -> None:
