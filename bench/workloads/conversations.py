@@ -114,7 +114,7 @@ class ConversationBuilder:
             return None
         answers = [self._segments.encode(exchange.answer, starts=False) for exchange in kept]
         turns = [
-            ConversationTurn(segment, e.output_len or max(1, len(answer)), e.messages)
+            ConversationTurn(segment, e.output_len or max(1, len(answer)), e.messages, 0.0)
             for segment, e, answer in zip(segments, kept, answers, strict=True)
         ]
         if rules.history == "dataset":

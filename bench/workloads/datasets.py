@@ -14,6 +14,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
 from ...base.atomic_io import expanded, write_atomically
 from ...base.errors import BadInput
 from ...base.json_lines import json_objects
@@ -23,8 +25,6 @@ from ..options.options import BenchOptions
 from ..options.values import BACKENDS, CHAT, DATASETS, ThinkTime, check_dataset
 from .conversations import ConversationRules
 from .workload import (
-    ConversationTurn,
-    Message,
     Tokenizer,
     Workload,
     WorkloadItem,
@@ -302,9 +302,15 @@ def read_frozen(path: Path, tokenizer: Tokenizer, *, max_model_len: int) -> Work
         raise BadInput(
             f"{path}: frozen format {head[KEY]!r}; this version reads {', '.join(map(str, FORMATS))}"
         )
-    items = []
+    items, item = [], TypeAdapter(WorkloadItem)
     for position, (where, entry) in enumerate(lines):
-        items.append(_read_item(entry, where, position))
+        try:
+            items.append(item.validate_python(entry | {"request_id": f"bench-{position}"}))
+        except ValidationError as error:
+            raise BadInput(
+                f"{where}: wants prompt_token_ids, output_len and arrival_seconds, and of a conversation its "
+                "messages and turns"
+            ) from error
         _check_item(items[-1], where, tokenizer, max_model_len, head.get("model"))
     workload = Workload(
         str(head.get("name")),
@@ -320,39 +326,6 @@ def read_frozen(path: Path, tokenizer: Tokenizer, *, max_model_len: int) -> Work
             f"{str(head.get('sha256'))[:16]}: the file was changed"
         )
     return workload
-
-
-def _read_item(entry: dict[str, Any], where: str, position: int) -> WorkloadItem:
-    try:
-        ids = tuple(map(int, entry["prompt_token_ids"]))
-        length, due = int(entry["output_len"]), float(entry["arrival_seconds"])
-        messages = tuple(Message(**message) for message in entry.get("messages", ()))
-        turns = tuple(map(_read_turn, entry.get("turns", ())))
-        after, cancel = entry.get("after"), entry.get("cancel_seconds")
-        links = {
-            "after": None if after is None else (str(after[0]), int(after[1])),
-            "gap_seconds": float(entry.get("gap_seconds", 0.0)),
-            "cancel_seconds": None if cancel is None else float(cancel),
-        }
-    except (LookupError, TypeError, ValueError) as error:
-        raise BadInput(
-            f"{where}: wants prompt_token_ids, output_len and arrival_seconds, and of a conversation its "
-            "messages and turns"
-        ) from error
-    return WorkloadItem(f"bench-{position}", ids, length, due, messages, turns, **links)
-
-
-def _read_turn(entry: dict[str, Any]) -> ConversationTurn:
-    answer = entry["answer_token_ids"]
-    return ConversationTurn(
-        tuple(map(int, entry["token_ids"])),
-        int(entry["output_len"]),
-        tuple(Message(**message) for message in entry["messages"]),
-        float(entry["think_seconds"]),
-        None if answer is None else tuple(map(int, answer)),
-        None if entry["answer"] is None else str(entry["answer"]),
-        None if entry.get("due_seconds") is None else float(entry["due_seconds"]),
-    )
 
 
 def _check_item(

@@ -57,7 +57,7 @@ class ConversationTurn:
     token_ids: tuple[int, ...]
     output_len: int
     messages: tuple[Message, ...]
-    think_seconds: float = 0.0
+    think_seconds: float
     answer_token_ids: tuple[int, ...] | None = None
     answer: str | None = None
     due_seconds: float | None = None
