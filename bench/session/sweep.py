@@ -275,39 +275,24 @@ def search_slo(sweep_target: SweepTarget, limits: str, share: float) -> SloSearc
         return point["kept_up"] and point["good_share"] is not None and point["good_share"] >= share
 
     if sweep_target.kind == "rate":
-        result = highest_rate(keeps, sweep_target.serial_rate() * LOWEST_RATE)
+        lowest = sweep_target.serial_rate() * LOWEST_RATE
+        result = highest(keeps, lowest, lowest * 2**MAX_DOUBLINGS, whole=False)
     else:
-        result = highest_count(keeps, sweep_target.max_requests)
+        result = highest(keeps, 1, sweep_target.max_requests, whole=True)
     assert sweep_target.sweep is not None
     return SloSearch(sweep_target.sweep, limits, share, result)
 
 
-def highest_rate(keeps: Callable[[float], bool], lowest: float) -> SloResult:
-    """Double from `lowest` until a rate fails, then bisect geometrically to 5 %."""
-
-    def middle(good: float, bad: float) -> float | None:
-        return math.sqrt(good * bad) if bad / good > 1 + PRECISION else None
-
-    return _highest(keeps, lowest, lowest * 2**MAX_DOUBLINGS, middle)
-
-
-def highest_count(keeps: Callable[[float], bool], most: int) -> SloResult:
-    """Double from 1 up to `most` until a count fails, then bisect to adjacent counts."""
-
-    def middle(good: int, bad: int) -> int | None:
-        return (good + bad) // 2 if bad - good > 1 else None
-
-    return _highest(keeps, 1, most, middle)
-
-
-def _highest(keeps: Callable[[Any], bool], good: Any, most: Any, middle: Any) -> SloResult:
-    """Double `good` up to `most` until a load fails, then bisect by `middle`, which ends with None."""
+def highest(keeps: Callable[[float], bool], good: float, most: float, *, whole: bool) -> SloResult:
+    """Double `good` up to `most` until a load fails, then bisect geometrically to 5 %, or to adjacent whole
+    loads."""
     if not keeps(good):
         return SloResult(None, good)
     bad = None
     while bad is None and good < most:
         load = min(good * 2, most)
         good, bad = (load, None) if keeps(load) else (good, load)
-    while bad is not None and (load := middle(good, bad)) is not None:
+    while bad is not None and (bad - good > 1 if whole else bad / good > 1 + PRECISION):
+        load = (good + bad) // 2 if whole else math.sqrt(good * bad)
         good, bad = (load, bad) if keeps(load) else (good, load)
     return SloResult(good, bad)

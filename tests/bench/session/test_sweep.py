@@ -20,8 +20,7 @@ from llmopt.bench.session.sweep import (
     SweepTarget,
     double_until_flat,
     find_knee,
-    highest_count,
-    highest_rate,
+    highest,
     sweep_loads,
 )
 from llmopt.cli.main import main
@@ -37,21 +36,21 @@ def test_rate_search_comes_within_its_precision(limit: float) -> None:
         tried.append(rate)
         return rate <= limit
 
-    found = highest_rate(keeps, 1.0)
+    found = highest(keeps, 1.0, 1024.0, whole=False)
     assert found.best is not None and found.failed is not None
     assert found.best <= limit < found.failed <= found.best * (1 + PRECISION)
     assert len(tried) < 20
 
 
 def test_rate_search_at_its_ends() -> None:
-    assert highest_rate(lambda _: False, 2.0) == SloResult(None, 2.0)
-    assert highest_rate(lambda _: True, 2.0) == SloResult(2.0 * 2**10, None)
+    assert highest(lambda _: False, 2.0, 2048.0, whole=False) == SloResult(None, 2.0)
+    assert highest(lambda _: True, 2.0, 2048.0, whole=False) == SloResult(2048.0, None)
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 48, 64])
 def test_count_search_is_exact(most: int) -> None:
     for limit in range(most + 3):
-        found = highest_count(lambda count, limit=limit: count <= limit, most)
+        found = highest(lambda count, limit=limit: count <= limit, 1, most, whole=True)
         assert found.best == (min(limit, most) or None)
         assert found.failed == (limit + 1 if limit < most else None)
 
