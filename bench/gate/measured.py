@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -40,7 +40,6 @@ from .verdict import (
     Excess,
     MeasuredVerdict,
     OperatingCurve,
-    OperatingPoint,
     PairedExcess,
     SequentialPlan,
     operating_points,
@@ -139,18 +138,11 @@ def operating_curve(limit: Limit, paired: PairedExcess) -> OperatingCurve | None
     is_share = limit.quantity.key == WAITING
     allowed = limit.allowed(is_share=is_share)
     residuals = paired.excess - hodges_lehmann(paired.excess)
-    points = tuple(
-        OperatingPoint(
-            worse if is_share else math.expm1(worse),
-            shares[GateOutcome.PASS],
-            shares[GateOutcome.REGRESSION],
-            shares[GateOutcome.NO_VERDICT],
-            mean_pairs,
-        )
-        for worse, shares, mean_pairs in operating_points(residuals, allowed, paired.plan)
-    )
+    points = operating_points(residuals, allowed, paired.plan)
+    if not is_share:
+        points = [replace(point, worse=math.expm1(point.worse)) for point in points]
     what = limit.quantity
-    return OperatingCurve(what.key, what.label, limit.text, paired.plan.looks[-1], points)
+    return OperatingCurve(what.key, what.label, limit.text, paired.plan.looks[-1], tuple(points))
 
 
 @dataclass(frozen=True, slots=True)

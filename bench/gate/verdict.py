@@ -168,13 +168,18 @@ def chances(
 
 def operating_points(
     residuals: np.ndarray, allowed: float, plan: SequentialPlan
-) -> list[tuple[float, dict[GateOutcome, float], float]]:
-    """(true worsening, chances, mean pairs) at multiples of the limit, on the scale of the residuals. A
-    demanded improvement, or a limit of 0, has no multiples: steps are then in standard deviations."""
+) -> list[OperatingPoint]:
+    """The points at multiples of the limit, on the scale of the residuals. A demanded improvement, or a limit
+    of 0, has no multiples: steps are then in standard deviations."""
     unit = allowed if allowed > 0 else float(np.std(residuals)) or 1.0
     origin = 0.0 if allowed > 0 else allowed - unit
-    worsenings = [origin + step * unit for step in STEPS]
-    return [(worse, *chances(residuals, worse - allowed, plan)) for worse in worsenings]
+    points = []
+    for worse in (origin + step * unit for step in STEPS):
+        shares, mean_pairs = chances(residuals, worse - allowed, plan)
+        passes, regressions = shares[GateOutcome.PASS], shares[GateOutcome.REGRESSION]
+        undecided = shares[GateOutcome.NO_VERDICT]
+        points.append(OperatingPoint(worse, passes, regressions, undecided, mean_pairs))
+    return points
 
 
 Interval = tuple[float | None, float | None]

@@ -89,8 +89,8 @@ def test_the_signed_rank_distribution_is_exact() -> None:
 def test_the_operating_curve_rises_from_pass_to_regression() -> None:
     residuals = np.random.default_rng(5).normal(0, 0.04, 20)
     points = operating_points(residuals, math.log(1.1), SequentialPlan(24))
-    passes = [found[GateOutcome.PASS] for _, found, _ in points]
-    regressions = [found[GateOutcome.REGRESSION] for _, found, _ in points]
+    passes = [point.passes for point in points]
+    regressions = [point.regressions for point in points]
     assert passes[0] >= 0.99 and passes == sorted(passes, reverse=True)
     assert regressions[-1] >= 0.99 and regressions == sorted(regressions)
     found, _ = chances(residuals, 0.0, SequentialPlan(24))
