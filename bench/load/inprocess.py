@@ -115,7 +115,6 @@ class InProcessTarget:
             end,
             num_sequences=len(in_step),
             num_first=num_first,
-            new_tokens=sum(len(output.new_token_ids) for output in outputs),
             decode_only=bool(in_step) and in_step == self._flights.keys() and not num_first,
             context_tokens=sum(flight.prompt_len + flight.num_tokens for flight in active),
             computed_tokens=computed_tokens,

@@ -121,10 +121,6 @@ class Effect:
     standard_error: float
     degrees: float
 
-    @property
-    def relative(self) -> float:
-        return math.expm1(self.log_ratio)
-
     def half_width(self, one_sided: float) -> float:
         """Distance on the log scale to a bound that holds with probability `one_sided`."""
         return student_quantile(one_sided, self.degrees) * self.standard_error

@@ -106,7 +106,6 @@ class StepRecord:
     end: float
     num_sequences: int
     num_first: int
-    new_tokens: int
     decode_only: bool
     context_tokens: int = 0
     computed_tokens: int = 0

@@ -94,8 +94,8 @@ def canvas(
     return figure, list(axes.flat)
 
 
-def title(axis: Axes, text: str, pad: float = 8) -> None:
-    axis.set_title(text, loc="left", fontsize=10.5, fontweight="bold", pad=pad, color=INK)
+def title(axis: Axes, text: str) -> None:
+    axis.set_title(text, loc="left", fontsize=10.5, fontweight="bold", pad=8, color=INK)
 
 
 def label(

@@ -48,7 +48,6 @@ def step(seconds: float, **values: int | bool) -> StepRecord:
             "end": 1.0 + seconds,
             "num_sequences": 2,
             "num_first": 0,
-            "new_tokens": 2,
             "decode_only": True,
             "context_tokens": 20,
             "computed_tokens": 2,

@@ -91,7 +91,7 @@ def test_single_runs_get_the_assumed_spread() -> None:
 def test_effect_of_pairs_cancels_what_both_saw() -> None:
     drift = np.array([1.0, 3.0, 0.5, 2.0])
     effect = effect_of_pairs(list(100 * drift), list(110 * drift))
-    assert effect.relative == pytest.approx(0.10)
+    assert effect.log_ratio == pytest.approx(math.log(1.10))
     assert effect.standard_error == pytest.approx(0.0, abs=1e-12)
     assert effect_of_runs(list(100 * drift), list(110 * drift)).standard_error > 0.3
 

@@ -40,7 +40,7 @@ def step(start: float, prefill: int = 0, decode: int = 2, blocks: int = 5, **oth
 
 @pytest.fixture
 def one() -> LoadPass:
-    seen = [StepRecord(0.5, 0.6, 2, 2, 2, decode_only=False)]
+    seen = [StepRecord(0.5, 0.6, 2, 2, decode_only=False)]
     steps = [step(100.5, prefill=30, decode=0), step(100.7, preempted=1), step(100.9, blocks=9)]
     one = LoadPass([], 1.2, seen)
     one.engine_steps = in_pass(steps, one)
