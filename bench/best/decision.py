@@ -147,6 +147,10 @@ def choose(request: Record, searched: Record, count: int) -> list[str]:
     return [*(points[n]["id"] for n in chosen), *(point["id"] for point in usual[:count])]
 
 
+def points_of(searched: Record) -> dict[str, Record]:
+    return {point["id"]: point for point in (*searched["front"], *searched["usual"])}
+
+
 def next_finalist(
     request: Record, searched: Record, measured: Sequence[Record], chosen: Sequence[str]
 ) -> tuple[str | None, float]:
@@ -158,7 +162,7 @@ def next_finalist(
     KL ranks the mixtures of a lane as measured KL does (docs/commands/best.md), so that a point which is
     expected to lose more than a finalist that lost too much is not left.
     """
-    points = {point["id"]: point for point in (*searched["front"], *searched["usual"])}
+    points = points_of(searched)
     finalists = [check_finalist(request, point) for point in measured]
     best, band = _best(request, finalists), kl_band(points, finalists)
     most = next((p["limit"] for p in request["promises"] if p["metric"] == "kl"), None)
@@ -287,7 +291,7 @@ def check_finalist(request: Record, finalist: Record) -> dict[str, Any]:
 def decide(request: Record, searched: Record, measured: Sequence[Record]) -> dict[str, Any]:
     """The decision of a question, but for its head: see docs/commands/best.md for every key. `measured` are
     the finalists' `finalists.results`."""
-    points = {point["id"]: point for point in (*searched["front"], *searched["usual"])}
+    points = points_of(searched)
     finalists: list[Record] = [check_finalist(request, point) for point in measured]
     by_bytes = sorted(
         finalists, key=lambda point: (point["bytes"], point["kl"]["value"], point["id"])

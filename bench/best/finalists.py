@@ -36,7 +36,7 @@ from ..studies.recipe import Recipe, server_words
 from ..studies.recipe_files import Stages, VariantRun
 from ..studies.recipe_run import bench_options, run_variant, with_reference
 from .best_page import best_page
-from .decision import UNSURE, choose, decide, next_finalist
+from .decision import UNSURE, choose, decide, next_finalist, points_of
 from .first_answer import (
     FIRST_TOKENS,
     SO_FAR,
@@ -204,7 +204,7 @@ class _Run:
         if stages is None:
             return
         variants = {variant.name: variant for variant in stages.recipe.variants}
-        points = _points(self.searched)
+        points = points_of(self.searched)
         while True:
             name, self.saving = next_finalist(
                 self.question, self.searched, self.measured, [*variants]
@@ -285,16 +285,12 @@ def begin(
     """The recipe of the finalists, begun or resumed; None if no point may keep the promises."""
     if Stages.is_at(folder):
         return Stages.resume(folder)
-    points, chosen = _points(searched), choose(question, searched, target.asked.finalists)
+    points, chosen = points_of(searched), choose(question, searched, target.asked.finalists)
     if not chosen:
         return None
     shutil.rmtree(folder, ignore_errors=True)
     recipe = recipe_of(target, [points[name] for name in chosen], searched["kv_dtype"])
     return Stages.begin(folder, recipe)
-
-
-def _points(searched: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {point["id"]: point for point in (*searched["front"], *searched["usual"])}
 
 
 def result_of(

@@ -203,10 +203,6 @@ class ServedModel:
     max_model_len: int
     owner: str | None = None
 
-    @property
-    def knows_completion_length(self) -> bool:
-        return self.owner in KNOWN_OWNERS
-
 
 def find_served(options: BenchOptions, address: Address) -> ServedModel:
     """Served model name and tokenizer. BadInput: no `--model` and none listed, or no tokenizer."""

@@ -21,7 +21,7 @@ from ..metrics.trace import LoadPass, RequestTrace
 from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
 from ..options.values import BACKENDS, CHAT, COMPLETIONS, RERANK, TRANSFORMERS
 from ..workloads.workload import ConversationTurn, Message, Workload, WorkloadItem, cycle_seconds
-from .address import Address, ServedModel
+from .address import KNOWN_OWNERS, Address, ServedModel
 from .exchange import MARK, EncodedRequest, EncodedTurn, Exchange, PassWindow, encoded_message
 from .fleet import ClientError, Fleet, FleetPass, default_workers, judge, measure_client
 from .load import adapter_of, request_id, window_duration
@@ -202,7 +202,7 @@ class HttpDriver:
             options.ignore_eos,
             options.temperature,
             options.seed,
-            not served.knows_completion_length,
+            served.owner not in KNOWN_OWNERS,
             tuple(options.extra_body.items()),
         )
         self._endpoint = address.endpoint(options.request_timeout)

@@ -54,8 +54,6 @@ class Chunk:
 class Target(Protocol):
     """A server or an in-process engine: takes requests, returns timed chunks."""
 
-    name: str
-
     def send(self, item: WorkloadItem) -> None:
         """Submit a request without blocking; a rejection is returned as a chunk with an error."""
         ...
@@ -317,6 +315,7 @@ class PassProgress:
         self._progress = progress
         self._window = window
         self._num_ended = self._shown_seconds = 0
+        self.finish = progress.finish
         if window is None:
             progress.start(description, num_requests, "requests")
         else:
@@ -332,9 +331,6 @@ class PassProgress:
             self._shown_seconds += passed
             self._progress.status(f"{self._num_ended} requests")
             self._progress.advance(passed)
-
-    def finish(self) -> None:
-        self._progress.finish()
 
 
 def lora_part(

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -345,7 +345,5 @@ def stop(process: subprocess.Popen[Any]) -> None:
 
 
 def _signal_all(group: int, sent: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, sent)
-    except (ProcessLookupError, PermissionError):
-        return

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...engine.base.host import Nvml
 from .environment import describe, machine_state
-from .pass_usage import PassMeter, no_usage, why_not_counted
+from .pass_usage import PassMeter, PassUsage, why_not_counted
 
 STAT = Path("/proc/stat")
 POWERCAP = Path("/sys/class/powercap")
@@ -191,7 +191,7 @@ class MachineMeter:
         """End a pass; returns its fields in the record: `other_load`, `joules` (None if unknown or another
         machine's) and the fields of `PassUsage`. `helper_seconds` is the CPU time of our own child processes
         since `start`."""
-        usage = self._passes.stop() if self._passes is not None else no_usage()
+        usage = self._passes.stop() if self._passes is not None else PassUsage()
         joules = self.energy.stop()
         others = other_load(self._clock, CpuTimes.now(), helper_seconds)
         return {"other_load": others, "joules": joules, **asdict(usage)}

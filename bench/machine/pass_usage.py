@@ -197,18 +197,14 @@ class PassUsage:
         disturbed: True if the pass is rejected by its own evidence, for the reason in `disturbed_because`.
     """
 
-    cpu_seconds: float | None
-    waiting_seconds: float | None
-    run_delay_seconds: float | None
-    instructions: int | None
-    involuntary_switches: int | None
-    steal_seconds: float | None
-    disturbed: bool
-    disturbed_because: str | None
-
-
-def no_usage() -> PassUsage:
-    return PassUsage(None, None, None, None, None, None, False, None)
+    cpu_seconds: float | None = None
+    waiting_seconds: float | None = None
+    run_delay_seconds: float | None = None
+    instructions: int | None = None
+    involuntary_switches: int | None = None
+    steal_seconds: float | None = None
+    disturbed: bool = False
+    disturbed_because: str | None = None
 
 
 class PassMeter:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -213,7 +214,9 @@ def turn_figures(passes: Sequence[LoadPass], block_size: int | None) -> dict[str
         "expected_prefix_cache_hit_rate": expected_hit_rate(passes, block_size),
         "turns": [
             figures_of_turn(number, list(of_turn), old_lens, is_told)
-            for number, of_turn in groupby(sorted(traces, key=_turn), key=_turn)
+            for number, of_turn in groupby(
+                sorted(traces, key=attrgetter("turn")), key=attrgetter("turn")
+            )
         ],
     }
 
@@ -248,7 +251,7 @@ def history_lens(load_pass: LoadPass) -> Iterable[tuple[RequestTrace, int]]:
     """Every request with the tokens of the turn before it, prompt and answer without its reasoning; 0 for a
     first turn. Over HTTP the lengths are the server's counts of a history that it tokenized again."""
     last: dict[tuple[str, int], int] = {}
-    for trace in sorted(load_pass.traces, key=_turn):
+    for trace in sorted(load_pass.traces, key=attrgetter("turn")):
         key = (trace.conversation, trace.cycle)
         yield trace, min(last.get(key, 0), trace.prompt_len)
         kept = trace.output_len if trace.history_tokens is None else trace.history_tokens
@@ -340,7 +343,3 @@ def window_sentence(window: Mapping[str, Any]) -> str:
         f"{sum(window['sent'])} requests; {sum(window['drained'])} were in flight at the end and "
         "drained: their latencies count, the throughput does not have what came after the window"
     )
-
-
-def _turn(trace: RequestTrace) -> int:
-    return trace.turn

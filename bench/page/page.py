@@ -201,10 +201,6 @@ class Page:
     warnings: Sequence[str] = ()
     notes: Sequence[str] = ()
 
-    @property
-    def card_rows(self) -> list[list[str]]:
-        return [[card.label, f"{card.value} {card.unit}".strip(), card.note] for card in self.cards]
-
     def without_figures(self) -> Page:
         return replace(self, sections=[replace(section, figures=()) for section in self.sections])
 
@@ -238,7 +234,8 @@ def to_markdown(page: Page) -> str:
         heading = f"{count} note{'s' if count > 1 else ''} on the measurement:"
         notes = ["", heading, "", *(f"- {note}" for note in page.notes)]
     if page.cards:
-        lines += ["", *markdown_table(("", "value", ""), page.card_rows), *notes]
+        rows = [[card.label, f"{card.value} {card.unit}".strip(), card.note] for card in page.cards]
+        lines += ["", *markdown_table(("", "value", ""), rows), *notes]
     for number, section in enumerate(page.sections):
         lines += ["", f"## {section.title}"]
         for paragraph in section.paragraphs:

@@ -52,6 +52,7 @@ class RunProgress:
         self._done = 0.0
         self._unit = self._what = ""
         self._began = self._stage_began = clock()
+        self.note = progress.note
         progress.start(description, _PARTS, SHARE)
 
     @classmethod
@@ -109,9 +110,6 @@ class RunProgress:
 
     def status(self, text: str) -> None:
         self._progress.status(f"{self._what}, {text}")
-
-    def note(self, message: str) -> None:
-        self._progress.note(message)
 
     def finish(self) -> None:
         """No stage's end: what follows of it counts no units."""
