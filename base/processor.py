@@ -5,8 +5,8 @@ profile, and torch, oneDNN, MKL and OpenBLAS are told to do the same through the
 read when they are first used. So default dtypes, kernels, compiler options and captured steps are those of a
 machine of that kind; the number of cores and the speed of memory remain this machine's.
 
-`LLMOPT_NATIVE` chooses the instruction path of the C kernels alone. An aarch64's features come from the
-kernel's auxiliary vector on Linux, from `sysctlbyname` on macOS. How long idle threads of torch's OpenMP spin
+`LLMOPT_NATIVE` chooses the instruction path of the C kernels alone. An aarch64's features come from
+/proc/cpuinfo on Linux, from `sysctlbyname` on macOS. How long idle threads of torch's OpenMP spin
 between the calls of C kernels is set here too, before torch is loaded.
 """
 
@@ -24,12 +24,8 @@ from pathlib import Path
 
 from .errors import BadInput
 
-AT_HWCAP, AT_HWCAP2 = 16, 26
-HWCAP = {"asimd": 1 << 1, "asimddp": 1 << 20}
-HWCAP2 = {"i8mm": 1 << 13, "bf16": 1 << 14}
-"""Bits of Linux's `asm/hwcap.h`, under the names that /proc/cpuinfo gives them."""
-SYSCTL = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM", "bf16": "FEAT_BF16"}
-"""Names below `hw.optional.arm` on macOS; every arm64 of Apple has NEON."""
+ARM_FEATURES = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM", "bf16": "FEAT_BF16"}
+"""Features with paths of the C kernels: names in /proc/cpuinfo, and below `hw.optional.arm` on macOS."""
 
 CPUINFO = Path("/proc/cpuinfo")
 PROFILE_VARIABLE = "LLMOPT_CPU"
@@ -119,19 +115,10 @@ def apply_profile() -> None:
 def arm_features() -> frozenset[str]:
     """Features of this processor that the C kernels have a path for, by Linux's names."""
     if sys.platform == "darwin":
-        return frozenset({"asimd", *(name for name, feature in SYSCTL.items() if _sysctl(feature))})
-    try:
-        getauxval = ctypes.CDLL(None).getauxval
-    except (OSError, AttributeError):
-        return frozenset({"asimd"})  # NEON is part of the architecture's base
-    getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
-    return features_of(getauxval(AT_HWCAP), getauxval(AT_HWCAP2))
-
-
-def features_of(hwcap: int, hwcap2: int) -> frozenset[str]:
-    """The features of two words of the auxiliary vector."""
-    registers = [(hwcap, HWCAP), (hwcap2, HWCAP2)]
-    return frozenset(name for word, bits in registers for name, bit in bits.items() if word & bit)
+        features = {name for name, feature in ARM_FEATURES.items() if _sysctl(feature)}
+    else:
+        features = ARM_FEATURES.keys() & _cpuinfo("Features").split()
+    return frozenset({"asimd", *features})  # NEON is part of the architecture's base
 
 
 def _sysctl(feature: str) -> bool:

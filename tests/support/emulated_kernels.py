@@ -23,13 +23,14 @@ from typing import Any
 import pytest
 import torch
 from llmopt.base import build, processor
-from llmopt.base.processor import features_of
 from llmopt.engine.kernels.common import graphs
 from llmopt.engine.kernels.common.graphs import Launch
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 LIBRARIES = "/usr/aarch64-linux-gnu"
 SOURCE = Path(__file__).with_suffix(".c")
+HWCAP = {"asimd": (0, 1 << 1), "asimddp": (0, 1 << 20), "i8mm": (1, 1 << 13), "bf16": (1, 1 << 14)}
+"""Word of the auxiliary vector, AT_HWCAP or AT_HWCAP2, and bit of each feature (`asm/hwcap.h`)."""
 PACKAGES = "gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
 
 
@@ -53,7 +54,8 @@ class Emulator:
     features: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.features = features_of(self._number(), self._number())
+        words = self._number(), self._number()
+        self.features = frozenset(name for name, (word, bit) in HWCAP.items() if words[word] & bit)
 
     def call(self, library: Path, name: str, struct: ctypes.Structure | None) -> int:
         """Run a function on a struct and everything that it points at; changes come back."""

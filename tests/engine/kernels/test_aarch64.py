@@ -6,6 +6,7 @@ The whole tests of the kernels run there by `make test-arm`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,24 +37,22 @@ from .test_native_linear import inputs_of, random_lattice, weight_of
 
 Compute = Callable[[], list[torch.Tensor]]
 
-ASIMD, DOTPROD, I8MM, BF16 = 1 << 1, 1 << 20, 1 << 13, 1 << 14
-
 
 @pytest.mark.parametrize(
-    ("hwcap", "hwcap2", "name", "option"),
+    ("features", "name", "option"),
     [
-        (ASIMD, 0, "neon", "-march=armv8-a"),
-        (ASIMD | DOTPROD, 0, "dotprod", "-march=armv8.2-a+dotprod"),
-        (ASIMD | DOTPROD, I8MM, "i8mm", "-march=armv8.2-a+dotprod+i8mm"),
-        (ASIMD | DOTPROD, I8MM | BF16, "i8mm", "-march=armv8.2-a+dotprod+i8mm+bf16"),
+        ("fp asimd evtstrm", "neon", "-march=armv8-a"),
+        ("fp asimd asimddp", "dotprod", "-march=armv8.2-a+dotprod"),
+        ("fp asimd asimddp i8mm", "i8mm", "-march=armv8.2-a+dotprod+i8mm"),
+        ("fp asimd asimddp i8mm bf16", "i8mm", "-march=armv8.2-a+dotprod+i8mm+bf16"),
     ],
 )
 def test_the_path_follows_the_features(
-    monkeypatch: pytest.MonkeyPatch, hwcap: int, hwcap2: int, name: str, option: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, features: str, name: str, option: str
 ) -> None:
-    features = processor.features_of(hwcap, hwcap2)
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nFeatures\t: {features}\n")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(processor.platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(processor, "arm_features", lambda: features)
     monkeypatch.setenv(VARIABLE, "auto")
     monkeypatch.delenv(PROFILE_VARIABLE, raising=False)
     machine_flags.cache_clear()
