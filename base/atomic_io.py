@@ -14,12 +14,12 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO
 
 from .errors import BadInput
 
@@ -32,12 +32,6 @@ HOLLOW_BYTES = 2**16
 """Bytes at the start of a hollow tensor that are written."""
 _PR_SET_PDEATHSIG = 1
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:")  # that a path begins with which was a URL
-
-
-class TensorsByName(Protocol):
-    """A lazy mapping of tensors: they need not all be in memory at once."""
-
-    def __getitem__(self, name: str, /) -> torch.Tensor: ...
 
 
 @contextmanager
@@ -66,16 +60,23 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 
 def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], hollow: Collection[str] = ()
+) -> str:
+    """Write a safetensors file of tensors in memory; see `stream_tensors`."""
+    return stream_tensors(path, layout_of(tensors), tensors.__getitem__, hollow)
+
+
+def stream_tensors(
     path: Path,
-    tensors: TensorsByName,
     layout: Mapping[str, Entry],
+    read: Callable[[str], torch.Tensor],
     hollow: Collection[str] = (),
 ) -> str:
     """Stream a safetensors file to disk, one tensor in memory at a time; returns its SHA-256.
 
     Args:
-        tensors: read one after the other.
-        layout: dtype and shape of each, see `layout_of`.
+        layout: dtype and shape of each tensor, see `layout_of`.
+        read: called for one tensor after the other.
         hollow: tensors that are a hole in the file, zeros that take no space, after `HOLLOW_BYTES`; the
             digest is without the holes.
     """
@@ -86,7 +87,7 @@ def write_tensors(
             digest.update(start)
             file.write(start)
         for name in names:
-            view = memoryview(raw_bytes(tensors[name]))
+            view = memoryview(raw_bytes(read(name)))
             end = file.tell() + len(view)
             view = view[: HOLLOW_BYTES if name in hollow else None]
             for begin in range(0, len(view), _PIECE):
@@ -120,7 +121,7 @@ _SIZES = {
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
-    """Dtype and shape of each tensor, for the header that `write_tensors` writes first."""
+    """Dtype and shape of each tensor, for the header that `stream_tensors` writes first."""
     return {
         name: (_NAMES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
         for name, tensor in tensors.items()

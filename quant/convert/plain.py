@@ -20,7 +20,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...base.atomic_io import (
     atomic_folder,
     check_absent,
-    layout_of,
     write_atomically,
     write_tensors,
 )
@@ -61,7 +60,7 @@ def write_shards(
 
     def write() -> None:
         name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-        write_tensors(folder / name, shard, layout_of(shard))
+        write_tensors(folder / name, shard)
         weight_map.update(dict.fromkeys(shard, name))
         shard.clear()
         release()

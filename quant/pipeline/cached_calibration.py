@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ...base.atomic_io import layout_of, make_folder, write_atomically, write_tensors
+from ...base.atomic_io import make_folder, write_atomically, write_tensors
 from ...base.errors import BadInput
 from ...base.progress import Progress
 from ..base import workers
@@ -184,7 +184,7 @@ class StatisticsFolder:
                 tensors[f"{start}.num_tokens"] = torch.tensor([record.num_tokens])
         if ranges is not None:
             tensors["kv_ranges"] = torch.stack([ranges.key, ranges.value])
-        write_tensors(self.folder / f"{name}.safetensors", tensors, layout_of(tensors))
+        write_tensors(self.folder / f"{name}.safetensors", tensors)
 
     def read(self, name: str, family: LayerMap, device: torch.device = HOST) -> LayerStatistics:
         """The statistics of a layer or of the `head`, on a device; BadInput where they are missing."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...base.atomic_io import in_the_way, layout_of, write_tensors
+from ...base.atomic_io import in_the_way, write_tensors
 from ...base.errors import BadInput
 from ...base.progress import Progress, ProgressUpdate, Silent, as_progress
 from ..base import workers
@@ -317,7 +317,7 @@ def _write_layer(
             if isinstance(work, DirectLayer) and work.hollow
             else ()
         )
-        digest = write_tensors(path, stored, layout_of(stored), hollow)
+        digest = write_tensors(path, stored, hollow)
         shards[weight_format.name] = {
             "shard": name,
             "sha256": digest,

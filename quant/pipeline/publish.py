@@ -14,14 +14,14 @@ from ...base.atomic_io import (
     TEMPORARY_SUFFIX,
     Entry,
     entry_bytes,
+    stream_tensors,
     write_atomically,
-    write_tensors,
 )
 from ...base.errors import BadInput
 from ...base.version import VERSION
 from ..methods.options import MethodOptions
 from ..methods.registry import AUTO
-from ..model.checkpoint import INDEX_NAME, Checkpoint
+from ..model.checkpoint import INDEX_NAME
 from ..plan.journal import Journal, sha256_of_file
 from ..plan.manifest import (
     CARD_NAME,
@@ -199,7 +199,12 @@ def _write_index(
     """Write the non-layer tensors, `hollow` if the large ones are to be holes, and the weight map."""
     layout = other_tensors(plan)
     large = [name for name, entry in layout.items() if hollow and entry_bytes(entry) > HOLLOW_BYTES]
-    write_tensors(folder / OTHER_SHARD, _OneByOne(plan.checkpoint), layout, large)
+
+    def read_alone(name: str) -> torch.Tensor:
+        plan.checkpoint.release()  # unmap the one before
+        return plan.checkpoint.tensor(name)
+
+    stream_tensors(folder / OTHER_SHARD, layout, read_alone, large)
     plan.checkpoint.release()
     weight_map = dict.fromkeys(layout, OTHER_SHARD)
     total_bytes = sum(map(entry_bytes, layout.values()))
@@ -228,14 +233,3 @@ def other_tensors(plan: QuantizePlan) -> dict[str, Entry]:
         for name in checkpoint.names
         if not name.startswith(prefixes)
     }
-
-
-class _OneByOne:
-    """Lazy tensors of a checkpoint, each unmapped when the next is read."""
-
-    def __init__(self, checkpoint: Checkpoint):
-        self._checkpoint = checkpoint
-
-    def __getitem__(self, name: str, /) -> torch.Tensor:
-        self._checkpoint.release()
-        return self._checkpoint.tensor(name)

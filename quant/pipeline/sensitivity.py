@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ...base.atomic_io import layout_of, write_atomically, write_tensors
+from ...base.atomic_io import write_atomically, write_tensors
 from ...base.progress import Progress
 from ..base.device import HOST, hooks
 from ..families.layer_map import LayerMap
@@ -222,7 +222,7 @@ class Sensitivities:
         return TableSensitivity(*felt, head[f"outputs.{HEAD}"], head[f"inputs.{HEAD}"])
 
     def _write(self, name: str, index: int | None, tensors: Tensors) -> None:
-        write_tensors(self._path(name, index), tensors, layout_of(tensors))
+        write_tensors(self._path(name, index), tensors)
 
     def _path(self, name: str, index: int | None = None) -> Path:
         layer = "" if index is None else f"-{index:05d}"

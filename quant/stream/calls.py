@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from ...base.atomic_io import layout_of, write_tensors
+from ...base.atomic_io import write_tensors
 from ...base.errors import BadInput
 from ..base.device import hooks
 from ..base.lanes import Share
@@ -298,7 +298,7 @@ def write_states(path: Path, states: Mapping[str, States], shares: Shares) -> No
             part = own.part(share.rows(lane))
             files.setdefault(_of_lane(path, name, lane), {}).update(part.stored(name))
     for file, tensors in files.items():
-        write_tensors(file, tensors, layout_of(tensors))
+        write_tensors(file, tensors)
 
 
 def read_states(path: Path, splits: Splits, shares: Shares) -> dict[str, States]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.base.atomic_io import layout_of, write_tensors
+from llmopt.base.atomic_io import write_tensors
 from llmopt.base.errors import BadInput
 from llmopt.quant.convert.verify import verify
 from llmopt.quant.model.checkpoint import Checkpoint
@@ -79,5 +79,5 @@ def test_verify_counts_the_scales(tmp_path: Path) -> None:
     shard = result.output / "model-layer-00000.safetensors"
     tensors = load_file(shard)
     tensors["model.layers.0.self_attn.k_scale"] = torch.ones(5)
-    write_tensors(shard, tensors, layout_of(tensors))
+    write_tensors(shard, tensors)
     assert any("k_scale holds 5 scales, not 4" in line for line in verify(result.output).failures)
