@@ -127,7 +127,7 @@ def planned_bytes(
 
 
 def _layout(source: Checkpoint) -> dict[str, Entry]:
-    return {name: (source.dtype_name(name), source.shape(name)) for name in source.names}
+    return {name: source.entry(name) for name in source.names}
 
 
 def _metadata(source: Checkpoint, stem: str, type_name: str) -> dict[str, Any]:

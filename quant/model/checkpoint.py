@@ -17,6 +17,8 @@ from ...base.errors import BadInput
 if TYPE_CHECKING:
     import torch
 
+    from ...base.atomic_io import Entry
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MANIFEST_NAME = "llmopt_quantization.json"
@@ -230,6 +232,9 @@ class Checkpoint:
 
     def dtype_name(self, name: str) -> str:
         return self._open(self.shard_of[name]).get_slice(name).get_dtype()
+
+    def entry(self, name: str) -> Entry:
+        return self.dtype_name(name), self.shape(name)
 
     def tensors(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         for name in self.names:

@@ -279,8 +279,7 @@ def _tiers(plan: QuantizePlan) -> Iterator[Iterator[Schemes]]:
 
 
 def _plain_bytes(plan: QuantizePlan, module: str) -> int:
-    name = f"{module}.weight"
-    return entry_bytes((plan.checkpoint.dtype_name(name), plan.checkpoint.shape(name)))
+    return entry_bytes(plan.checkpoint.entry(f"{module}.weight"))
 
 
 def _block_types(plan: QuantizePlan, blocks: Iterable[str]) -> Iterator[Schemes]:

@@ -146,7 +146,7 @@ def _publishing(plan: QuantizePlan, libraries: int) -> MemoryEstimate:
     file; for a GGUF file a part of its rows is rounded. Layers that ran have left `libraries` bytes."""
     checkpoint = plan.checkpoint
     entries = [
-        (checkpoint.dtype_name(name), checkpoint.shape(name))
+        checkpoint.entry(name)
         for name in checkpoint.names
         if name.removesuffix(".weight") not in plan.modules
     ]
@@ -212,8 +212,8 @@ def _decoder_layer(plan: QuantizePlan, index: int) -> _Layer:
     stored = floats = 0
     for name in checkpoint.names:
         if name.startswith(start):
-            dtype, shape = checkpoint.dtype_name(name), checkpoint.shape(name)
-            stored += entry_bytes((dtype, shape))
+            dtype, shape = entry = checkpoint.entry(name)
+            stored += entry_bytes(entry)
             floats += 0 if dtype == "F32" else entry_bytes(("F32", shape))
     shapes = {name: matrix_shape(checkpoint, start + name) for name in family.linears}
     widths = [checkpoint.shape(f"{start}{name}.weight")[-1] for name in family.routers]
@@ -230,7 +230,7 @@ def _decoder_layer(plan: QuantizePlan, index: int) -> _Layer:
 def _head(plan: QuantizePlan) -> _Layer:
     """The output projection, as a layer of one linear."""
     rows, width = plan.modules[HEAD]
-    stored = entry_bytes((plan.checkpoint.dtype_name(f"{HEAD}.weight"), (rows, width)))
+    stored = entry_bytes(plan.checkpoint.entry(f"{HEAD}.weight"))
     return _Layer(
         bytes=stored + rows * width * _FLOAT,
         family=HEAD_FAMILY,

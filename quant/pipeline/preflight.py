@@ -19,11 +19,11 @@ from ..check.loaders import Loader, loads_in
 from ..kinds.base.format import WeightFormat
 from ..kinds.base.kind import kind_of
 from ..methods.registry import AUTO
-from ..model.checkpoint import GGUF_SUFFIX, Checkpoint
+from ..model.checkpoint import GGUF_SUFFIX
 from ..plan.manifest import TEXT, parts_of
 from ..plan.plan import QuantizePlan, stored
 from ..plan.request import data_needs
-from ..plan.selection import HEAD, TORCH_DTYPES
+from ..plan.selection import TORCH_DTYPES
 from ..stream.calibration import Calibration
 from ..stream.calls import kv_heads
 from ..stream.layer_stream import TOKENS_PER_BATCH
@@ -38,7 +38,7 @@ from .estimate import (
     solvers_of,
     weights_of,
 )
-from .stages import Session, stages_of
+from .stages import Session
 
 if TYPE_CHECKING:
     from ..gguf.container import TensorToWrite
@@ -173,7 +173,7 @@ def preflight(
             weight_format.name: _file_bytes(session, weight_format, entries)
             for weight_format, entries in zip(plan.formats, packed, strict=True)
         },
-        source_bytes=sum(entry_bytes(_entry(plan.checkpoint, name)) for name in source),
+        source_bytes=sum(entry_bytes(plan.checkpoint.entry(name)) for name in source),
         memory=replace(
             estimate_memory(
                 plan,
@@ -247,14 +247,10 @@ def _gguf_tensors(plan: QuantizePlan) -> list[TensorToWrite]:
 def _unquantized(plan: QuantizePlan) -> dict[str, Entry]:
     """The tensors that are copied unchanged."""
     return {
-        name: _entry(plan.checkpoint, name)
+        name: plan.checkpoint.entry(name)
         for name in plan.checkpoint.names
         if name.removesuffix(".weight") not in plan.modules and not name.endswith(_BUFFER)
     }
-
-
-def _entry(checkpoint: Checkpoint, name: str) -> Entry:
-    return checkpoint.dtype_name(name), checkpoint.shape(name)
 
 
 def _file_bytes(session: Session, weight_format: WeightFormat, packed: PackedEntries) -> int:
@@ -279,9 +275,7 @@ def _file_bytes(session: Session, weight_format: WeightFormat, packed: PackedEnt
             for part in "kv":
                 name = weight_format.kv_scale_name(f"{prefix}.self_attn.{part}_scale")
                 tensors[name] = "F32", shape
-    streams = [stage.stream for stage in stages_of(session)]
-    starts = [f"{s.prefix(index)}." for s in streams for index in range(s.num_layers)]
-    starts += [f"{HEAD}."] * plan.lm_head
+    starts = plan.layer_starts
     shards: dict[str, dict[str, Entry]] = defaultdict(dict)
     for name, entry in tensors.items():
         shards[next((start for start in starts if name.startswith(start)), "")][name] = entry
@@ -329,7 +323,7 @@ def _kinds(plan: QuantizePlan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:
     for module in plan.unquantized:
         name = f"{module}.weight"
         if name in plan.checkpoint:
-            entry, block = _entry(plan.checkpoint, name), tables.get(module)
+            entry, block = plan.checkpoint.entry(name), tables.get(module)
             size = entry_bytes(entry) if block is None else _data_bytes(block, entry[1])
             key = module.rpartition(".")[2], block, parts[name]
             groups[key].append((prod(entry[1]), size))

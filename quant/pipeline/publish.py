@@ -12,7 +12,6 @@ import torch
 from ...base.atomic_io import (
     HOLLOW_BYTES,
     TEMPORARY_SUFFIX,
-    Entry,
     entry_bytes,
     stream_tensors,
     write_atomically,
@@ -35,7 +34,6 @@ from ..plan.manifest import (
 )
 from ..plan.plan import QuantizePlan
 from ..plan.request import QuantizeRequest
-from ..plan.selection import HEAD
 from .stages import Session, layer_folder, shard_folder
 
 OTHER_SHARD = "model-other.safetensors"
@@ -196,8 +194,9 @@ def _options(plan: QuantizePlan, request: QuantizeRequest) -> dict[str, Any]:
 def _write_index(
     folder: Path, plan: QuantizePlan, shards: list[dict[str, Any]], *, hollow: bool
 ) -> None:
-    """Write the non-layer tensors, `hollow` if the large ones are to be holes, and the weight map."""
-    layout = other_tensors(plan)
+    """Write the tensors of no layer, `hollow` if the large ones are to be holes, and the weight map."""
+    names = plan.checkpoint.names
+    layout = {n: plan.checkpoint.entry(n) for n in names if not n.startswith(plan.layer_starts)}
     large = [name for name, entry in layout.items() if hollow and entry_bytes(entry) > HOLLOW_BYTES]
 
     def read_alone(name: str) -> torch.Tensor:
@@ -216,20 +215,3 @@ def _write_index(
         "weight_map": dict(sorted(weight_map.items())),
     }
     write_atomically(folder / INDEX_NAME, to_json(index))
-
-
-def other_tensors(plan: QuantizePlan) -> dict[str, Entry]:
-    """The non-layer tensors: embeddings, final norm, and the head unless quantized."""
-    layers = range(plan.num_layers)
-    prefixes = tuple(f"{plan.architecture.layer_prefix(index)}." for index in layers)
-    if plan.vision is not None:
-        units = range(len(plan.vision.layers))
-        prefixes += tuple(f"{plan.vision.layer_prefix(index)}." for index in units)
-    if plan.lm_head:
-        prefixes += (f"{HEAD}.",)
-    checkpoint = plan.checkpoint
-    return {
-        name: (checkpoint.dtype_name(name), checkpoint.shape(name))
-        for name in checkpoint.names
-        if not name.startswith(prefixes)
-    }

@@ -128,6 +128,13 @@ class QuantizePlan:
         return HEAD in self.modules
 
     @property
+    def layer_starts(self) -> tuple[str, ...]:
+        """Starts of the names of each layer's tensors, and of the output projection's if it is quantized."""
+        stacks = filter(None, (self.architecture, self.vision))
+        starts = (f"{s.layer_prefix(index)}." for s in stacks for index in range(len(s.layers)))
+        return (*starts, *[f"{HEAD}."] * self.lm_head)
+
+    @property
     def format(self) -> WeightFormat:
         return self.formats[0]
 
