@@ -121,18 +121,16 @@ class Checkpoint:
         self.folder = self.path = Path(folder)
         self.trust_remote_code = trust_remote_code
         self.config = read_json(self.folder / "config.json")
+        self._handles: dict[str, Any] = {}
         if (self.folder / SINGLE_NAME).is_file():
-            from safetensors import safe_open
-
-            with safe_open(self._checked(SINGLE_NAME), framework="np") as handle:
-                self.shard_of: dict[str, str] = dict.fromkeys(handle.keys(), SINGLE_NAME)
+            names = self._open(SINGLE_NAME).keys()
+            self.shard_of: dict[str, str] = dict.fromkeys(names, SINGLE_NAME)
         elif weight_map := indexed_shards(self.folder):
             self.shard_of = weight_map
         else:
             raise BadInput(
                 f"{self.folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there"
             )
-        self._handles: dict[str, Any] = {}
         for shard in sorted(set(self.shard_of.values())):
             shard_names = set(self._open(shard).keys())
             lacking = [n for n, s in self.shard_of.items() if s == shard and n not in shard_names]
@@ -141,30 +139,22 @@ class Checkpoint:
                     f"{self.folder / shard} lacks {lacking[0]!r}, which the index places there"
                 )
 
-    def _checked(self, shard: str) -> str:
-        """The path of a shard with a valid header; safetensors' own message names no file."""
-        from safetensors import SafetensorError, safe_open
-
-        path = self.folder / shard
-        if not path.is_file():
-            raise BadInput(f"{path} is missing: the checkpoint is incomplete")
-        try:
-            with safe_open(path, framework="np"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise BadInput(
-                f"{path} is cut off or damaged ({error}): fetch or write it again"
-            ) from error
-        return str(path)
-
     def _open(self, shard: str) -> Any:
         handle = self._handles.get(shard)
         if handle is None:  # threads that load layers come here together: each step is atomic
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
 
+            path = self.folder / shard
+            if not path.is_file():
+                raise BadInput(f"{path} is missing: the checkpoint is incomplete")
             for mapped in list(self._handles)[: -MAPPED_SHARDS + 1 or None]:
                 self._handles.pop(mapped, None)
-            handle = self._handles[shard] = safe_open(self._checked(shard), framework="pt")
+            try:
+                handle = self._handles[shard] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:  # whose message names no file
+                raise BadInput(
+                    f"{path} is cut off or damaged ({error}): fetch or write it again"
+                ) from error
         return handle
 
     def read_ahead(self) -> None:
