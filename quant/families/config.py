@@ -79,8 +79,7 @@ def _with_defaults(name: str) -> ModelFamily | None:
 def model_shape(raw: Config) -> ModelShape:
     """Shape of a raw `config.json`, or its text model. BadInput: an unknown type, or an invalid field."""
     family, config = complete(raw)
-    assert family.rules is not None
-    return ModelShape.from_completed(family.name, family.rules, config)
+    return family.shape(config)
 
 
 def complete(raw: Config) -> tuple[ModelFamily, dict[str, Any]]:

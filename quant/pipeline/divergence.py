@@ -65,10 +65,8 @@ def rounded_table(table: torch.Tensor, block: str) -> torch.Tensor:
     """An embedding or output head in its dtype, after rounding to a block type as the file has it."""
     from ..kinds.ggml.tensor import dequantize_blocks, quantize_blocks
 
-    parts = [
-        dequantize_blocks(quantize_blocks(rows, block), block) for rows in table.split(_HEAD_ROWS)
-    ]
-    return torch.cat([part.to(table.dtype) for part in parts])
+    blocks = (quantize_blocks(rows, block) for rows in table.split(_HEAD_ROWS))
+    return torch.cat([dequantize_blocks(part, block).to(table.dtype) for part in blocks])
 
 
 def round_layer(

@@ -353,6 +353,7 @@ def estimate_operations(plan: QuantizePlan, tokens: int, workers: int = 1) -> fl
 # Tokens of the timed layer: few for a large one, so that its passes take seconds.
 _LEAST_TOKENS, _MOST_TOKENS, _WEIGHTS_TIMES_TOKENS = 512, 16_384, 60e9
 _HELD_OUT = 8  # calibration samples for each held-out one, as by default
+QUICK_TOKENS = (CPU_SAMPLES + CPU_SAMPLES // _HELD_OUT) * CPU_SEQ_LEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,10 +374,6 @@ def weights_of(plan: QuantizePlan, prefix: str = "") -> int:
     return sum(
         out * width for name, (out, width) in plan.modules.items() if name.startswith(prefix)
     )
-
-
-def quick_tokens() -> int:
-    return (CPU_SAMPLES + CPU_SAMPLES // _HELD_OUT) * CPU_SEQ_LEN
 
 
 class Stopwatch(ContextDecorator):

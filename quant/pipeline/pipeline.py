@@ -170,7 +170,8 @@ def _carried_out(
         _quantize_layers(session, journal, progress, memory)
         seconds = tuple(record["seconds"] for record in journal.layers)
         if workers.is_first():
-            write_final_files(journal, session)
+            for number in range(len(session.plan.formats)):
+                write_final_files(journal, session, number)
             journal.publish(request.output)
             if request.stats is None and (left := statistics_path(request)) is not None:
                 shutil.rmtree(left, ignore_errors=True)

@@ -29,12 +29,12 @@ from ..stream.calls import kv_heads
 from ..stream.layer_stream import TOKENS_PER_BATCH
 from ..stream.sources import CPU_SAMPLES, CPU_SEQ_LEN
 from .estimate import (
+    QUICK_TOKENS,
     LayerTime,
     MemoryEstimate,
     Stopwatch,
     estimate_memory,
     estimate_operations,
-    quick_tokens,
     solvers_of,
     weights_of,
 )
@@ -159,7 +159,7 @@ def preflight(
             return estimate_operations(plan, tokens, number) / rate
         return layer.seconds(weights_of(plan), tokens, solvers_of(plan, 0, number))
 
-    has_more = calibration.num_tokens > quick_tokens()
+    has_more = calibration.num_tokens > QUICK_TOKENS
     source = (name for name in plan.checkpoint.names if not name.endswith(_BUFFER))
     return Preflight(
         kinds=_kinds(plan, sizes[0]),
@@ -186,7 +186,7 @@ def preflight(
             images=_image_bytes(plan, calibration),
         ),
         seconds=seconds_with(tokens),
-        quick_seconds=seconds_with(quick_tokens() // number) if has_more else None,
+        quick_seconds=seconds_with(QUICK_TOKENS // number) if has_more else None,
         bare_seconds=seconds_with(0) if request.errors and not data_needs(request) else None,
         workers=workers,
         is_timed=layer is not None,

@@ -40,12 +40,8 @@ OTHER_SHARD = "model-other.safetensors"
 _ERROR_FORMULA = "|X(W - W')^T|^2 / |XW^T|^2 over all calibration tokens"
 
 
-def write_final_files(journal: Journal, session: Session) -> None:
-    for number in range(len(session.plan.formats)):
-        _write_format(journal, session, number)
-
-
-def _write_format(journal: Journal, session: Session, number: int) -> None:
+def write_final_files(journal: Journal, session: Session, number: int) -> None:
+    """Write what belongs to no layer, in the format of that number."""
     plan, request = session.plan, session.request
     weight_format = plan.formats[number]
     folder = shard_folder(journal.checkpoint, plan, number)
@@ -149,7 +145,7 @@ def _run_facts(session: Session, number: int) -> dict[str, Any]:
             "samples": samples,
             "tokens_per_sample": length,
             "held_out_samples": calibration.held_out.shape[0],
-            "chat_template": calibration.chat_template,
+            "chat_template": calibration.conversations > 0,
             "conversations": calibration.conversations,
             "conversations_refused": calibration.refused,
             "documents": calibration.documents,

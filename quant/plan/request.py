@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from ...base.atomic_io import in_the_way
 from ...base.errors import BadInput
@@ -421,15 +419,11 @@ def data_needs(request: QuantizeRequest) -> list[str]:
     return [reason for reason, holds in needs.items() if holds]
 
 
-@dataclass(frozen=True, slots=True)
-class Override:
+class Override(NamedTuple):
     """Scheme options for the modules whose names match a regular expression."""
 
     pattern: re.Pattern[str]
-    changes: Mapping[str, Any]
-
-    def apply(self, options: SchemeOptions) -> SchemeOptions:
-        return replace(options, **self.changes)
+    changes: dict[str, Any]
 
 
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -454,7 +448,7 @@ def parse_override(text: str) -> Override:
             changes[key] = _BOOLEANS[value.lower()] if kind is bool else kind(value)
         except (ValueError, KeyError) as error:
             raise BadInput(f"--override {text!r}: {value!r} is no value for {key}") from error
-    return Override(compiled("--override", pattern), MappingProxyType(changes))
+    return Override(compiled("--override", pattern), changes)
 
 
 def compiled(option: str, pattern: str) -> re.Pattern[str]:

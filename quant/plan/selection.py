@@ -242,14 +242,14 @@ def options_by_module(
     size of the others, or one scale per output channel. BadInput for an override without a match, or odd
     widths."""
     options = dict.fromkeys(shapes, base)
-    for override in overrides:
-        matching = [name for name in shapes if override.pattern.search(name)]
+    for pattern, changes in overrides:
+        matching = [name for name in shapes if pattern.search(name)]
         if not matching:
             raise BadInput(
-                f"--override {override.pattern.pattern!r} matches no quantized linear, such as "
+                f"--override {pattern.pattern!r} matches no quantized linear, such as "
                 f"{next(iter(shapes))}"
             )
-        options |= {name: override.apply(options[name]) for name in matching}
+        options |= {name: replace(options[name], **changes) for name in matching}
     open_names = {n: shapes[n] for n, option in options.items() if option.group_size is None}
     if not grouped or not open_names:
         return options, []

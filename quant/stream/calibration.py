@@ -129,10 +129,6 @@ class Calibration:
     def num_images(self) -> int:
         return sum(sample.num_images for sample in (*self.images, *self.held_out_images))
 
-    @property
-    def chat_template(self) -> bool:
-        return self.conversations > 0
-
 
 def no_calibration() -> Calibration:
     samples = torch.empty(0, 0, dtype=torch.int64)

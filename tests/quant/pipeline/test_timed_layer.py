@@ -12,7 +12,7 @@ import pytest
 from llmopt.base.progress import Silent
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline import estimate, pipeline
-from llmopt.quant.pipeline.estimate import LayerTime, Stopwatch, quick_tokens, time_layer
+from llmopt.quant.pipeline.estimate import QUICK_TOKENS, LayerTime, Stopwatch, time_layer
 from llmopt.quant.pipeline.pipeline import predict, quantize
 from llmopt.quant.pipeline.preflight import preflight
 from llmopt.quant.pipeline.prepare import outline, prepare
@@ -34,7 +34,7 @@ def test_passes_grow_with_the_text_and_solving_does_not() -> None:
     assert RECORDED.seconds(weights, RECORDED.tokens) == pytest.approx(30 * 6)
     assert RECORDED.seconds(weights, 0) == pytest.approx(30 * 4)
     assert RECORDED.seconds(weights, 10 * RECORDED.tokens) == pytest.approx(30 * 24)
-    assert quick_tokens() == (64 + 8) * 512
+    assert QUICK_TOKENS == (64 + 8) * 512
 
 
 def test_time_that_other_programs_took_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

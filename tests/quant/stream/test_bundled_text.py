@@ -67,11 +67,11 @@ def test_the_bundled_models_take_stories_and_others_the_mixed_text(
     ours = prepare(QuantizeRequest(STORIES_3M, tmp_path / "out")).calibration
     assert ours.source == f"bundled {STORIES.name}"
     assert (ours.token_ids.shape, ours.held_out.shape) == ((64, 256), (8, 256))
-    assert not ours.chat_template
+    assert not ours.conversations
     small = QuantizeRequest(model_copy, tmp_path / "out", num_samples=64, seq_len=256)
     other = prepare(small).calibration
     assert other.source == f"bundled {MIXED.name}"
-    assert other.chat_template and 0 < other.conversations < other.documents
+    assert 0 < other.conversations < other.documents
 
 
 def test_a_method_says_how_many_samples_it_takes_on_a_gpu_and_a_cpu_takes_few(

@@ -26,7 +26,7 @@ def test_bundled_text_gives_full_samples(tokenizer) -> None:
     assert calibration.token_ids.shape == (64, 256)
     assert calibration.source == "bundled calibration.txt"
     assert int((calibration.token_ids == tokenizer.bos_token_id).sum()) > 30  # one for each story
-    assert not calibration.chat_template
+    assert not calibration.conversations
 
 
 def test_the_digest_follows_ids_and_seed(tokenizer) -> None:
@@ -66,12 +66,12 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"conversations": CONVERSATION}) + "\n")
     plain = load(path, tokenizer, 1, 1000)
-    assert not plain.chat_template
+    assert not plain.conversations
     assert "Hello\nGood day" in tokenizer.decode(plain.token_ids[0], skip_special_tokens=True)
 
     tokenizer.chat_template = TEMPLATE
     templated = load(path, tokenizer, 1, 1000)
-    assert templated.chat_template
+    assert templated.conversations
     expected = tokenizer("[user] Hello\n[assistant] Good day\n", add_special_tokens=False)
     assert templated.token_ids[0].tolist() == expected["input_ids"]
 
