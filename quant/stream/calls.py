@@ -64,15 +64,11 @@ def entries_of(container: Container) -> dict[Any, Any]:
     return dict(enumerate(container) if isinstance(container, list) else container)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """Arguments of a layer's call."""
 
     arguments: tuple[Any, ...]
     named: dict[str, Any]
-
-    def parts(self) -> tuple[Any, ...]:
-        return self.arguments, self.named
 
     def split(self) -> tuple[torch.Tensor, Call]:
         """The hidden states, and the other arguments."""
@@ -136,29 +132,29 @@ def _replaced(layers: Sequence[Any], stub: Stub) -> Iterator[None]:
             del layer.forward
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """A result, and the writes: number of the container among the arguments', key, and value."""
 
     result: Any
     writes: tuple[tuple[int, Any, Any], ...]
 
-    def parts(self) -> tuple[Any, ...]:
-        return self.result, tuple(value for _, _, value in self.writes)
-
-    def tensors(self) -> list[torch.Tensor]:
-        return tensors_of(self.parts())
-
-    def emptied(self) -> Outcome:
-        """The structure without the tensors' values."""
-        result, values = with_tensors(self.parts(), lambda _: torch.empty(0))
-        writes = zip(self.writes, values, strict=True)
-        return Outcome(result, tuple((number, key, value) for (number, key, _), value in writes))
+    def play(self, call: Call, tensors: list[torch.Tensor]) -> Any:
+        """Return such an outcome, with these tensors, from a call: the writes are made."""
+        rest = iter(tensors)
+        result, writes = with_tensors(self, lambda _: next(rest))
+        containers = containers_of(call)
+        for number, key, value in writes:
+            container = containers[number]
+            if isinstance(container, list) and key == len(container):
+                container.append(value)
+            else:
+                container[key] = value
+        return result
 
 
 def outcome_of(call: Call, run: Callable[[], Any]) -> Outcome:
     """The outcome of `run`, which runs a layer on the arguments of `call`."""
-    containers = containers_of(call.parts())
+    containers = containers_of(call)
     before = [entries_of(container) for container in containers]
     result = run()
     writes = tuple(
@@ -204,24 +200,11 @@ class Template:
     outcome: Outcome
     leaves: tuple[Leaf, ...]
 
-    def play(self, call: Call, tensors: list[torch.Tensor]) -> Any:
-        """Return such an outcome, with these tensors, from a call: the writes are made."""
-        rest = iter(tensors)
-        result, values = with_tensors(self.outcome.parts(), lambda _: next(rest))
-        containers = containers_of(call.parts())
-        for (number, key, _), value in zip(self.outcome.writes, values, strict=True):
-            container = containers[number]
-            if isinstance(container, list) and key == len(container):
-                container.append(value)
-            else:
-                container[key] = value
-        return result
-
 
 def template_of(once: Outcome, twice: Outcome) -> Template:
     """The template of the outcomes for one sample and for two; ValueError where they differ otherwise."""
     leaves = []
-    for first, second in zip(once.tensors(), twice.tensors(), strict=True):
+    for first, second in zip(tensors_of(once), tensors_of(twice), strict=True):
         shape = tuple(first.shape)
         if first.dim() != second.dim():
             raise ValueError("a tensor that they return changes its dimensions with the samples")
@@ -230,7 +213,7 @@ def template_of(once: Outcome, twice: Outcome) -> Template:
         if len(differing) > 1 or (dim is not None and second.shape[dim] != 2 * shape[dim]):
             raise ValueError("a tensor that they return changes its shape with the samples")
         leaves.append(Leaf(first.dtype, shape, dim, first.clone() if dim is None else None))
-    return Template(once.emptied(), tuple(leaves))
+    return Template(with_tensors(once, lambda _: torch.empty(0)), tuple(leaves))
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,9 +75,7 @@ class Chain(Walk):
 
     def call(self, index: int, states: States, rows: Rows) -> Call:
         hidden = states.tensors[HIDDEN][rows]
-        arguments, named = _expanded(
-            self._calls[index].parts(), self._twice[index].parts(), len(hidden)
-        )
+        arguments, named = _expanded(self._calls[index], self._twice[index], len(hidden))
         return Call((hidden, *arguments), named)
 
     def following(self, index: int, states: States, *, in_place: bool) -> States:
@@ -154,5 +152,5 @@ def _expanded(once: Any, twice: Any, samples: int) -> Any:
 def _all(
     agree: Callable[[torch.Tensor, torch.Tensor], bool], calls: list[Call], others: list[Call]
 ) -> bool:
-    ours, theirs = (tensors_of([call.parts() for call in part]) for part in (calls, others))
+    ours, theirs = tensors_of(calls), tensors_of(others)
     return len(ours) == len(theirs) and all(map(agree, ours, theirs))

@@ -247,8 +247,7 @@ class LayerStream:
         """A copy of a call with its tensors on the device."""
         if self.device == HOST:
             return call
-        arguments, named = with_tensors(call.parts(), lambda tensor: tensor.to(self.device))
-        return Call(arguments, named)
+        return with_tensors(call, lambda tensor: tensor.to(self.device))
 
     def measure(
         self,

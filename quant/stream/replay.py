@@ -95,7 +95,7 @@ class _ReplayWalk(Walk):
         digests: dict[int, Any] = {}
 
         def stub(index: int, call: Call) -> Any:
-            digests[index] = self._digest(tensors_of(call.parts()))
+            digests[index] = self._digest(tensors_of(call))
             return self._play(index, call, states, _FIRST)
 
         read = self._pass(states, _FIRST, stub)
@@ -181,7 +181,7 @@ class Replay(_ReplayWalk):
                 tensors.append(leaf.blank(len(states.token_ids[rows])))
             else:
                 tensors.append(carried if leaf.dim is None else leaf.restored(carried[rows]))
-        return template.play(call, tensors)
+        return template.outcome.play(call, tensors)
 
     def _digest(self, tensors: Sequence[torch.Tensor]) -> str:
         digest = hashlib.sha1(usedforsecurity=False)
@@ -212,7 +212,7 @@ class Replay(_ReplayWalk):
         leaves = self._templates[index].leaves
         return {
             name: leaves[number].by_sample(tensor, samples)
-            for number, tensor in enumerate(outcome.tensors())
+            for number, tensor in enumerate(tensors_of(outcome))
             if (name := _name(index, number)) in self._read_by
         }
 
@@ -258,7 +258,7 @@ class SampleReplay(_ReplayWalk):
             delattr(self._owner, _FEATURES)
 
     def _leaves(self, index: int) -> list[torch.Tensor]:
-        return self._templates[index].tensors()
+        return tensors_of(self._templates[index])
 
     def _changed(self, sample: States, index: int, number: int, tensor: torch.Tensor) -> States:
         states = States(sample.token_ids, {}, sample.images)
@@ -268,10 +268,10 @@ class SampleReplay(_ReplayWalk):
     def _play(self, index: int, call: Call, states: States, rows: Rows) -> Any:
         """A layer's input stands for what nothing reads, or zeros where its shape is another."""
         outcome = self._templates[index]
-        entering = next((t for t in tensors_of(call.parts()) if t.is_floating_point()), None)
-        first = next((t for t in outcome.tensors() if t.is_floating_point()), None)
+        entering = next((t for t in tensors_of(call) if t.is_floating_point()), None)
+        first = next((t for t in tensors_of(outcome) if t.is_floating_point()), None)
         tensors = []
-        for number, leaf in enumerate(outcome.tensors()):
+        for number, leaf in enumerate(tensors_of(outcome)):
             carried = self._carried(states, _name(index, number), _row(rows))
             if carried is not None:
                 tensors.append(carried)
@@ -279,7 +279,7 @@ class SampleReplay(_ReplayWalk):
                 tensors.append(entering)
             else:
                 tensors.append(torch.zeros_like(leaf))
-        return Template(outcome.emptied(), ()).play(call, tensors)
+        return outcome.play(call, tensors)
 
     def _digest(self, tensors: Sequence[torch.Tensor]) -> tuple[float, ...]:
         """Sums over evenly spaced values of each."""
@@ -313,7 +313,7 @@ class SampleReplay(_ReplayWalk):
     def read(self, index: int, outcome: Outcome, samples: int) -> dict[str, torch.Tensor]:
         return {
             name: tensor.unsqueeze(0)
-            for number, tensor in enumerate(outcome.tensors())
+            for number, tensor in enumerate(tensors_of(outcome))
             if (name := _name(index, number)) in self._read_by
         }
 
