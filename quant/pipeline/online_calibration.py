@@ -123,12 +123,8 @@ class OnlineCalibration(NoCalibration):
 
         def error(replaced: Mapping[str, torch.Tensor]) -> float:
             wanted.extend([] if wanted else outputs())
-            before = stream.weights(index, replaced)
-            stream.substitute(index, replaced)
-            try:
+            with stream.substituted(index, replaced):
                 given = outputs()
-            finally:
-                stream.substitute(index, before)
             errors = [
                 float((part.to(torch.float32) - other[name]).square().sum())
                 for output, other in zip(given, wanted, strict=True)

@@ -297,7 +297,7 @@ class LayerStream:
         share: Share | None,
     ) -> dict[str, InputStatistics]:
         """`remeasure` with the float model, one batch in memory; an expert's cross term has common tokens."""
-        family, before = self.family(index), self.weights(index, replaced)
+        family = self.family(index)
         first = {members[0]: members for members in input_groups(family, only)}
         records = {
             name: InputStatistics(self._module(index, name).weight.shape[1], self.device)
@@ -308,12 +308,8 @@ class LayerStream:
         for rows, num_tokens in in_lanes(tokens, records.values(), share):
             with passing(finals.floats, rows, family.linears, first):
                 wanted = self._inputs(index, floats, rows, records)
-            self.substitute(index, replaced)
-            try:
-                with passing(finals.behind, rows, replaced, first):
-                    seen = self._inputs(index, states, rows, records)
-            finally:
-                self.substitute(index, before)
+            with self.substituted(index, replaced), passing(finals.behind, rows, replaced, first):
+                seen = self._inputs(index, states, rows, records)
             for name, inputs in seen.items():
                 records[name].add(inputs.rows)
                 pair = paired(inputs, wanted[name], num_tokens) if name in wanted else None
@@ -366,18 +362,9 @@ class LayerStream:
             finals.behind.replaced(replaced)
         if floats is not None:
             return self._measure_pairs(index, states, floats, replaced, only, finals, share)
-        before = self.weights(index, replaced)
-        self.substitute(index, replaced)
-        try:
-            return self.measure(
-                index,
-                states,
-                only,
-                lambda rows: passing(finals.behind, rows, replaced, only or ()),
-                share,
-            )
-        finally:
-            self.substitute(index, before)
+        kept = partial(passing, finals.behind, final=replaced, measured=only or ())
+        with self.substituted(index, replaced):
+            return self.measure(index, states, only, kept, share)
 
     def weights(self, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
         return {name: self._module(index, name).weight.data for name in names}
@@ -387,6 +374,16 @@ class LayerStream:
     ) -> None:
         for name, tensor in tensors.items():
             getattr(self._module(index, name), leaf).data = tensor.to(self.device, torch.float32)
+
+    @contextmanager
+    def substituted(self, index: int, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """A context in which linears of a loaded layer have these weights."""
+        before = self.weights(index, tensors)
+        self.substitute(index, tensors)
+        try:
+            yield
+        finally:
+            self.substitute(index, before)
 
     def linears(self, index: int) -> dict[str, nn.Module]:
         return {name: self._module(index, name) for name in self.family(index).linears}
