@@ -103,7 +103,7 @@ def _layers(model: MetaModel, name: str) -> tuple[LayerMap, ...]:
             if isinstance(module, nn.Linear)
             and f"{path}.weight" in on_disk
             and on_disk[f"{path}.weight"].endswith(".weight")
-            and not model.is_tied(index, f"{path}.weight")
+            and f"{model.paths[index]}.{path}.weight" not in model.tied
             and ROUTERS.isdisjoint(path.split("."))
         ]
         layers.append(LayerMap(tuple((linear,) for linear in linears), (), frozenset()))

@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -110,10 +111,6 @@ class WeightMap:
             if pattern is not None:
                 self._patterns[disk] = pattern
 
-    def renamed(self, path: str) -> set[str]:
-        """Names below a module's path of its tensors on disk, if keys were renamed and nothing converted."""
-        return {name for name in self.renamed_names.values() if name.startswith(path + ".")}
-
     def take_apart(self, path: str) -> None:
         """Convert nothing below a module: each tensor on disk has a module tensor of its own."""
         for disk, name in self.renamed_names.items():
@@ -168,6 +165,8 @@ class MetaModel:
         text_path: path of the module that holds the decoder layers.
         disk_prefix: common prefix of the layers' tensor names, such as `model.layers`.
         ends: modules whose call ends a pass: nothing after them is needed.
+        tied: other names of each module tensor that is tied.
+        names_in_layer: names of a layer's module tensors, by the names of the same tensors on disk.
         replaced: tensors that are read in place of the checkpoint's, by name on disk.
         around: context in which the modules outside the layers load their weights as they are called.
     """
@@ -198,7 +197,7 @@ class MetaModel:
         for disk in self.weight_map.targets:
             for name in self.weight_map.all_targets(disk):
                 self.sources[name].append(disk)
-        self._tied = _tied_names(self.model)
+        self.tied = _tied_names(self.model)
         self.text_path = self._prefix.rpartition(".")[0]
         prefixes = Counter(
             disk[: disk.index(".0.")]
@@ -217,14 +216,14 @@ class MetaModel:
         """Set the attributes that depend on which modules the layers are."""
         self.ends: list[Any] = []
         self.replaced: Mapping[str, torch.Tensor] = {}
-        self._by_layer = [self._names_in_layer(index) for index in range(len(self.layers))]
+        self.names_in_layer = cache(self._names_in_layer)
         self._empty: dict[int, dict[str, Any]] = {}  # meta tensors of the loaded layers
         self.around = LazyWeights(self.model, self.layers, self._read, self.checkpoint.folder)
 
     def _split(self, path: str, layer: nn.Module) -> None:
         """Split the fused experts of a layer that are stored separately on disk."""
         for inner, fused in list(fused_experts(layer)):
-            names = self.weight_map.renamed(f"{path}.{inner}")
+            names = self.weight_map.renamed_names.values()
             for leaves in NAMES_ON_DISK:
                 if f"{path}.{inner}.0.{leaves[0]}.weight" in names:
                     with torch.device("meta"):
@@ -242,12 +241,6 @@ class MetaModel:
             for disk in disks
             if disk.startswith(disk_start) and self.weight_map.is_direct(disk)
         }
-
-    def names_in_layer(self, index: int) -> dict[str, str]:
-        return self._by_layer[index]
-
-    def is_tied(self, index: int, name: str) -> bool:
-        return f"{self.paths[index]}.{name}" in self._tied
 
     def fill(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load a layer's weights by relative names, in float32; `empty` frees them. BadInput: not its own."""
@@ -268,7 +261,7 @@ class MetaModel:
         }
         mine = {}
         for name in stored:
-            alias = next((a for a in self._tied.get(start + name, ()) if a in state), None)
+            alias = next((a for a in self.tied.get(start + name, ()) if a in state), None)
             if start + name in state:
                 mine[name] = state[start + name]
             elif alias is not None:
@@ -277,7 +270,7 @@ class MetaModel:
             target = self.weight_map.targets.get(disk, disk)
             name = target.removeprefix(start)
             ignored = any(pattern.search(disk) for pattern in self._ignored)
-            is_known = ignored or name in stored or target in self._tied
+            is_known = ignored or name in stored or target in self.tied
             if disk.startswith(disk_start) and not is_known:
                 mine[name.removeprefix(disk_start)] = on_disk[disk]
         try:
@@ -291,7 +284,7 @@ class MetaModel:
 
     def _sources_of(self, name: str) -> list[str]:
         """Tensors on disk that a module tensor, or what it is tied to, is made of."""
-        for alias in (name, *self._tied.get(name, ())):
+        for alias in (name, *self.tied.get(name, ())):
             if alias in self.sources:
                 return self.sources[alias]
         return []
@@ -330,7 +323,7 @@ class MetaModel:
         if len(disks) == 1 and self.weight_map.is_direct(disks[0]):
             return self._stored(disks[0])
         state = self.weight_map.converted({disk: self._stored(disk) for disk in disks})
-        return state[next(alias for alias in (name, *self._tied.get(name, ())) if alias in state)]
+        return state[next(alias for alias in (name, *self.tied.get(name, ())) if alias in state)]
 
     def _stored(self, disk: str) -> torch.Tensor:
         return self.replaced[disk] if disk in self.replaced else self.checkpoint.tensor(disk)
