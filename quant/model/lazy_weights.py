@@ -7,6 +7,7 @@ Modules that a text does not reach, such as a vision tower, are never loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,7 @@ class LazyWeights:
         self._paths = {
             module: path for path, module in model.named_modules() if id(module) not in inside
         }
-        self._restored: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        self._handles: list[Any] = []
+        self._undo = ExitStack()
         tables = {
             id(module.weight): (f"{path}.weight", module.weight)
             for module, path in self._paths.items()
@@ -48,15 +48,10 @@ class LazyWeights:
     def __enter__(self) -> None:
         for module in self._paths:
             if not isinstance(module, nn.Embedding) and any(_meta_tensors(module)):
-                self._handles.append(module.register_forward_pre_hook(self._fill))
+                self._undo.callback(module.register_forward_pre_hook(self._fill).remove)
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for slots, name, tensor in self._restored:
-            slots[name] = tensor
-        self._handles.clear()
-        self._restored.clear()
+        self._undo.close()
 
     def _fill(self, module: nn.Module, _: Any) -> None:
         """A forward pre-hook that loads a module's own tensors, without its children's, in float32."""
@@ -64,7 +59,7 @@ class LazyWeights:
             path = f"{self._paths[module]}.{name}".lstrip(".")
             tensor = self._checked(path, empty)
             tensor = tensor.to(torch.float32) if tensor.is_floating_point() else tensor
-            self._restored.append((slots, name, empty))
+            self._undo.callback(slots.__setitem__, name, empty)
             is_parameter = slots is module._parameters
             slots[name] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ....quant.base.device import hooks
 from ..layers.embedding import EmbeddedRows
 
 Result = TypeVar("Result")
@@ -57,16 +58,12 @@ def run_and_drop_uncalled(
     needed = set(decoder.modules())
     if model in needed:
         return run()
-    handles = [
+    with hooks(
         module.register_forward_pre_hook(lambda called, _: needed.add(called))
         for module in model.modules()
         if module not in needed
-    ]
-    try:
+    ):
         result = run()
-    finally:
-        for handle in handles:
-            handle.remove()
     kept = {id(tensor) for module in needed for tensor in _tensors(module)}
     for module in model.modules():
         if needed.isdisjoint(module.modules()):
