@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ...base.errors import BadInput, first_line
-from .models import resolve_model
+from .models import HUB_ID, hub_is_offline, resolve_model
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SMALL = re.compile(r"[^/]*\.(json|model|txt|jinja)")
 _TENSORS = re.compile(r"[^/]*\.safetensors")
 MOST_HEADER_BYTES = 100 << 20
@@ -23,8 +21,7 @@ MOST_HEADER_BYTES = 100 << 20
 def headers_of(name: str) -> Iterator[Path]:
     """The folder of a model for those who read headers alone; of a hub id it is temporary. Without network
     (HF_HUB_OFFLINE) it is the cache's. BadInput: as `resolve_model`, or a model without safetensors."""
-    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-    if offline or not HUB_ID.fullmatch(name) or Path(name).exists():
+    if hub_is_offline() or not HUB_ID.fullmatch(name) or Path(name).exists():
         yield resolve_model(name)
         return
     with TemporaryDirectory(prefix="llmopt-headers-") as folder:
@@ -80,9 +77,8 @@ def _part(url: str, start: int, length: int) -> bytes:
     wanted = {"Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
     with get_session().stream("GET", url, headers=build_hf_headers() | wanted) as answer:
         answer.raise_for_status()
-        content = (
-            answer.read() if answer.status_code == 206 else b""
-        )  # else it sends the whole file
+        # With another status than 206 it sends the whole file.
+        content = answer.read() if answer.status_code == 206 else b""
     if len(content) != length:
         raise BadInput(f"the hub sends no parts of {url}: download the model, and give its folder")
     return content

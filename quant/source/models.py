@@ -19,7 +19,7 @@ from ..model.checkpoint import (
     read_json,
 )
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def bundled_models() -> list[str]:
@@ -91,7 +91,7 @@ def resolve_model(name: str | None, *, local: bool = False) -> Path:
         )
     if path.suffix == GGUF_SUFFIX:
         raise BadInput(f"there is no file {path}")
-    if not local and _HUB_ID.fullmatch(name) and not name.startswith((".", "/", "~")):
+    if not local and HUB_ID.fullmatch(name) and not name.startswith((".", "/", "~")):
         return _from_hub(name)
     raise BadInput(
         f"no model {name!r}: it is neither a folder, nor a .gguf file, "
@@ -100,10 +100,14 @@ def resolve_model(name: str | None, *, local: bool = False) -> Path:
     )
 
 
+def hub_is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+
+
 def _from_hub(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    offline = hub_is_offline()
     try:
         return Path(
             snapshot_download(

@@ -23,9 +23,7 @@ def as_in_file(tokenizer: Any, folder: Path) -> Any:
     file, backend = folder / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not file.is_file() or not _differs(backend, file):
         return tokenizer
-    if tokenizer.init_kwargs.get(
-        "add_prefix_space"
-    ):  # an option of the folder's, which the class takes
+    if tokenizer.init_kwargs.get("add_prefix_space"):  # the folder's option, which the class takes
         return tokenizer
     from transformers import PreTrainedTokenizerFast
 
