@@ -312,20 +312,9 @@ class WrittenWeights(Mapping[str, torch.Tensor]):
     ):
         self._folder, self._format, self._config = folder, weight_format, config
         self._quantized = {
-            f"{module['module']}.weight": shard["shard"]
-            for shard in shards
-            for module in shard["modules"]
+            f"{module['module']}.weight" for shard in shards for module in shard["modules"]
         }
         self._shard_of = {name: shard["shard"] for shard in shards for name in shard["tensors"]}
-        self._plain = {
-            name: shard
-            for name, shard in self._shard_of.items()
-            if (
-                name not in self._quantized
-                and f"{name.rpartition('.')[0]}.weight" not in self._quantized
-            )
-            or name.endswith(".bias")
-        }
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self._quantized:
@@ -334,10 +323,10 @@ class WrittenWeights(Mapping[str, torch.Tensor]):
         return self.tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self._quantized, **self._plain})
+        return iter(self._quantized | self._shard_of.keys())
 
     def __len__(self) -> int:
-        return len({**self._quantized, **self._plain})
+        return len(self._quantized | self._shard_of.keys())
 
     def __contains__(self, name: object) -> bool:
         return name in self._quantized or name in self._shard_of
