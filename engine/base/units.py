@@ -12,16 +12,8 @@ from dataclasses import dataclass
 
 from ...base.errors import BadInput
 
-_BYTES = {
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
+_BYTES = {f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", start=1)}
+_BYTES |= {f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", start=1)}
 
 
 def parse_tokens(text: str) -> int:
