@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -11,18 +12,15 @@ from ....quant.model.checkpoint import Checkpoint
 from ...kernels.attention.batch import AttentionRule
 from ..layers.attention import HeadAttention, KvScales, Rotation, SharedAttention
 from ..layers.mlp import (
-    ACTIVATIONS,
     FeedForward,
     GatedMlp,
     MixtureOfExperts,
     MlpBesideExperts,
-    PlainMlp,
-    gating,
     sparse_gating,
 )
 from ..layers.norm import Norm, ShardedNorm
 from ..layers.parallel import Shard, WeightSlice
-from ..layers.projection import LinearSite, Projection
+from ..layers.projection import LinearSite
 from ..layers.spec import LoadingOptions, ModelSpec
 from .decoder import (
     AltUpLayer,
@@ -33,8 +31,7 @@ from .decoder import (
     SingleLayer,
     StateMixer,
 )
-from .expert_loader import load_mixture
-from .part_loaders import PartLoader
+from .expert_loader import ExpertLoader
 from .reader import CheckpointReader, decoder_base, load_layers
 
 
@@ -47,7 +44,7 @@ def load_weights(
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLoader(PartLoader):
+class LayerLoader(ExpertLoader):
     """Loads a decoder, layer by layer."""
 
     def load(self) -> DecoderWeights:
@@ -176,6 +173,8 @@ class LayerLoader(PartLoader):
         if not parts.has_mlp:
             norm = self.norm(layer + names.input_norm, self.spec.shape.hidden_size)
             return SingleLayer(norm, mixer)
+        per_layer = self.per_layer_input(layer, index) if self.spec.per_layer_width else None
+        scale = self.reader.tensor(layer + names.layer_scale, 1) if names.layer_scale else None
         return DecoderLayer(
             input_norm=self._norm_if(layer, names.input_norm),
             attention=mixer,
@@ -185,12 +184,8 @@ class LayerLoader(PartLoader):
             post_mlp_norm=self._norm_if(layer, names.post_mlp_norm),
             parallel=self.spec.parallel,
             residual_scale=self.spec.residual_scale,
-            per_layer_input=self.per_layer_input(layer, index)
-            if self.spec.per_layer_width
-            else None,
-            output_scale=self.reader.tensor(layer + names.layer_scale, 1)
-            if names.layer_scale
-            else None,
+            per_layer_input=per_layer,
+            output_scale=scale,
         )
 
     def _altup_layer(
@@ -239,12 +234,12 @@ class LayerLoader(PartLoader):
         names, shape, source = self.spec.names, self.spec.shape, self.spec.layers[index].kv_source
         hidden, queries = shape.hidden_size, shape.num_heads * shape.head_dim
         norm = self.norm(layer + names.query_norm, shape.head_dim) if shape.qk_norm else None
-        query, output = (names.qkv[0],), (names.output,)
+        load = partial(self.reader.projection, transposed=names.transposed)
         return SharedAttention(
             shape.num_heads,
             shape.head_dim,
-            self._linear(layer, query, hidden, [queries], bias=shape.qkv_bias),
-            self._linear(layer, output, queries, [hidden], bias=shape.output_bias),
+            load([layer + names.qkv[0]], hidden, [queries], bias=shape.qkv_bias),
+            load([layer + names.output], queries, [hidden], bias=shape.output_bias),
             self._rule(index),
             rotation,
             norm,
@@ -258,7 +253,8 @@ class LayerLoader(PartLoader):
         spec, names, shape, shard = self.spec, self.spec.names, self.spec.shape, self.shard
         local = shape if shard is None else shard.spec(spec).shape
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        modules, into_queries = names.qkv, queries * (2 if spec.attention_gate else 1)
+        modules = [layer + name for name in names.qkv]
+        into_queries = queries * (2 if spec.attention_gate else 1)
         outs = [into_queries, keys, keys] if len(modules) > 1 else [queries + 2 * keys]
         keys_as_values = bool(spec.layers) and spec.layers[index].keys_as_values
         if keys_as_values:
@@ -271,18 +267,16 @@ class LayerLoader(PartLoader):
             sinks = sinks[shard.heads(shape)].clone()
         hidden, weight_slices, temperature = shape.hidden_size, (None, None), spec.temperature
         inputs = in_features or hidden
+        load = partial(self.reader.projection, transposed=names.transposed)
         if shard is not None:
             weight_slices = shard.qkv(spec), shard.output(shape)
         return HeadAttention(
             local.num_heads,
             local.num_kv_heads,
             shape.head_dim,
-            qkv=self._linear(
-                layer, modules, inputs, outs, bias=shape.qkv_bias, weight_slice=weight_slices[0]
-            ),
-            output=self._linear(
-                layer,
-                (names.output,),
+            qkv=load(modules, inputs, outs, bias=shape.qkv_bias, weight_slice=weight_slices[0]),
+            output=load(
+                [layer + names.output],
                 queries,
                 [hidden],
                 bias=shape.output_bias,
@@ -333,7 +327,7 @@ class LayerLoader(PartLoader):
         shape, names = self.spec.shape, self.spec.names
         experts = shape.experts
         if experts is not None and index not in experts.dense_layers:
-            mixture = load_mixture(self.reader, self.spec, layer, self.mlp, self.shard)
+            mixture = self.mixture(layer)
             return self._beside(layer, mixture) if self.spec.mlp_beside_experts else mixture
         inner, sparsity = shape.intermediate_size, 0.0
         if self.spec.layers:
@@ -354,48 +348,4 @@ class LayerLoader(PartLoader):
             self.norm(f"{inputs}_2", shape.hidden_size),
             mixture,
             self.norm(f"{outputs}_2", shape.hidden_size),
-        )
-
-    def mlp(
-        self,
-        prefix: str,
-        gate_up: tuple[str, ...],
-        down: str,
-        inner: int,
-        *,
-        bias: bool = False,
-        whole: bool = False,
-        hidden: int | None = None,
-    ) -> GatedMlp | PlainMlp:
-        """Load the MLP of width `inner`: this rank's shard, or all if `whole`; `hidden`: the model's."""
-        shape, activation = self.spec.shape, self.spec.activation
-        hidden, stacked = hidden or shape.hidden_size, 2 if shape.gated_mlp else 1
-        outs = [inner] * stacked if len(gate_up) == stacked else [stacked * inner]
-        slices: tuple[WeightSlice | None, WeightSlice | None] = None, None
-        if self.shard is not None and not whole:
-            slices = self.shard.gate_up(inner, len(gate_up), stacked), self.shard.down(inner)
-        into = self._linear(prefix, gate_up, hidden, outs, bias=bias, weight_slice=slices[0])
-        out_of = self._linear(prefix, (down,), inner, [hidden], bias=bias, weight_slice=slices[1])
-        if not shape.gated_mlp:
-            return PlainMlp(into, out_of, ACTIVATIONS[activation])
-        return GatedMlp(into, out_of, gating(activation, self.reader.rows(inner)))
-
-    def _linear(
-        self,
-        prefix: str,
-        names: tuple[str, ...],
-        in_features: int,
-        out_features: list[int],
-        *,
-        bias: bool = False,
-        weight_slice: WeightSlice | None = None,
-    ) -> Projection:
-        modules, is_transposed = [prefix + name for name in names], self.spec.names.transposed
-        return self.reader.projection(
-            modules,
-            in_features,
-            out_features,
-            bias=bias,
-            transposed=is_transposed,
-            weight_slice=weight_slice,
         )

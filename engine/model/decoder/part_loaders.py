@@ -28,7 +28,7 @@ from ..layers.altup import AltUp, AltUpStreams, Laurel, PerLayerEmbedding, PerLa
 from ..layers.attention import LatentAttention, Rotation
 from ..layers.embedding import EmbeddingTable, PackedEmbedding, TokenEmbedding
 from ..layers.mixers import GatedDeltaNet, Mamba2, ShortConvolution
-from ..layers.mlp import ACTIVATIONS
+from ..layers.mlp import ACTIVATIONS, GatedMlp, PlainMlp, gating
 from ..layers.norm import Norm
 from ..layers.parallel import Shard, WeightSlice
 from ..layers.projection import Projection
@@ -238,3 +238,29 @@ class PartLoader:
             self._norm(f"{layer}post_per_layer_input_norm", hidden),
             ACTIVATIONS[self.spec.activation],
         )
+
+    def mlp(
+        self,
+        prefix: str,
+        gate_up: tuple[str, ...],
+        down: str,
+        inner: int,
+        *,
+        bias: bool = False,
+        whole: bool = False,
+        hidden: int | None = None,
+    ) -> GatedMlp | PlainMlp:
+        """Load the MLP of width `inner`: this rank's shard, or all if `whole`; `hidden`: the model's."""
+        shape, activation = self.spec.shape, self.spec.activation
+        hidden, stacked = hidden or shape.hidden_size, 2 if shape.gated_mlp else 1
+        outs = [inner] * stacked if len(gate_up) == stacked else [stacked * inner]
+        slices: tuple[WeightSlice | None, WeightSlice | None] = None, None
+        if self.shard is not None and not whole:
+            slices = self.shard.gate_up(inner, len(gate_up), stacked), self.shard.down(inner)
+        load = partial(self.reader.projection, bias=bias, transposed=self.spec.names.transposed)
+        modules = [prefix + name for name in gate_up]
+        into = load(modules, hidden, outs, weight_slice=slices[0])
+        out_of = load([prefix + down], inner, [hidden], weight_slice=slices[1])
+        if not shape.gated_mlp:
+            return PlainMlp(into, out_of, ACTIVATIONS[activation])
+        return GatedMlp(into, out_of, gating(activation, self.reader.rows(inner)))
