@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -168,9 +168,13 @@ def cache_after(model: Any, num_tokens: int, max_operators: int = MAX_OPERATORS)
 def cache_shapes(cache: Any) -> Shapes:
     """Shapes of all tensors that a cache object holds, each once; scalars are counters and left out."""
     shapes, seen = Shapes(), set()
-    for path, tensor in _tensors(cache, "", set()):
-        if tensor.dim() and tensor.numel() and id(tensor) not in seen:
+    for steps, tensor in walk(cache):
+        if not isinstance(tensor, torch.Tensor) or not tensor.dim() or not tensor.numel():
+            continue
+        if id(tensor) not in seen:
             seen.add(id(tensor))
+            names = (key.name for key in steps)
+            path = "".join(f"[{n}]" if isinstance(n, int) else f".{n}" for n in names)
             size = tensor.element_size()
             shapes[path] = (tuple(tensor.shape), size, tensor.dtype.is_floating_point)
     return shapes
@@ -285,23 +289,41 @@ def _longer(tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return tensor.new_empty((batch, heads, num_tokens, width))
 
 
-def _tensors(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors that an object reaches through attributes, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
+class Key(NamedTuple):
+    """One step of a place: the attribute of that name, or the item of a list or dict."""
+
+    name: Any
+    is_attribute: bool
+
+
+Place = tuple[Key, ...]
+"""Path to a part of an object: attributes and items, from the outside in."""
+
+
+def walk(
+    value: Any, steps: Place = (), within: frozenset[int] = frozenset()
+) -> Iterator[tuple[Place, torch.Tensor | int]]:
+    """Every tensor and integer (booleans too) that an object reaches through attributes, lists and dicts;
+    `within` are the ids of the objects around it, which it may refer back to."""
+    if isinstance(value, torch.Tensor | int):
+        yield steps, value
         return
-    if id(value) in seen or isinstance(value, torch.nn.Module):
+    if id(value) in within:
         return
-    if isinstance(value, Mapping):
-        items: Any = ((f"{path}.{key}", part) for key, part in value.items())
+    is_attribute, items = False, ()
+    if isinstance(value, dict):
+        items = value.items()
     elif isinstance(value, list | tuple):
-        items = ((f"{path}[{i}]", part) for i, part in enumerate(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        if hasattr(value, "to_diff_dict"):  # a config
-            return
-        items = ((f"{path}.{key}", part) for key, part in vars(value).items())
-    else:
-        return
-    seen.add(id(value))
+        items = enumerate(value)
+    elif is_attribute := is_holder(value):
+        items = vars(value).items()
     for name, part in items:
-        yield from _tensors(part, name, seen)
+        yield from walk(part, (*steps, Key(name, is_attribute)), within | {id(value)})
+
+
+def is_holder(value: Any) -> bool:
+    """True if it is a cache or a layer of one: a plain object, and no module, class, function or config."""
+    is_torchs = type(value).__module__.partition(".")[0] == "torch"
+    if callable(value) or isinstance(value, torch.Tensor) or is_torchs:
+        return False
+    return hasattr(value, "__dict__") and not hasattr(value, "to_diff_dict")

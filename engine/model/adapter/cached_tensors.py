@@ -7,43 +7,17 @@ whatever class holds them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from ...probe.measure import Place, is_holder
 from ..layers.attention import LayerCache
 from ..layers.spec import KvLayout
 from ..layers.state import StateLayout
-
-
-class Key(NamedTuple):
-    """One step of a place: the attribute of that name, or the item of a list or dict."""
-
-    name: Any
-    is_attribute: bool
-
-
-Place = tuple[Key, ...]
-"""Path to a part of an object: attributes and items, from the outside in."""
-
-
-def walk(value: Any, path_so_far: Place = ()) -> Iterator[tuple[Place, torch.Tensor | int]]:
-    """Every tensor and integer (booleans too) that an object reaches through attributes, lists and dicts."""
-    if isinstance(value, torch.Tensor | int):
-        yield path_so_far, value
-        return
-    is_attribute, items = False, ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    elif is_attribute := _is_holder(value):
-        items = vars(value).items()
-    for name, part in items:
-        yield from walk(part, (*path_so_far, Key(name, is_attribute)))
 
 
 def copy_structure(value: Any, copy: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
@@ -52,7 +26,7 @@ def copy_structure(value: Any, copy: Callable[[Any], Any] = lambda leaf: leaf) -
         return {key: copy_structure(part, copy) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(copy_structure(part, copy) for part in value)
-    if not _is_holder(value):
+    if not is_holder(value):
         return copy(value)
     copied = object.__new__(type(value))
     for name, part in vars(value).items():
@@ -84,14 +58,6 @@ def put(value: Any, steps: Place, part: Any) -> None:
 def path(steps: Place) -> str:
     keys = (f".{key.name}" if key.is_attribute else f"[{key.name!r}]" for key in steps)
     return "".join(keys).removeprefix(".")
-
-
-def _is_holder(value: Any) -> bool:
-    """True if it is a cache or a layer of one: a plain object, and no module, class, function or config."""
-    is_torchs = type(value).__module__.partition(".")[0] == "torch"
-    if callable(value) or isinstance(value, torch.Tensor) or is_torchs:
-        return False
-    return hasattr(value, "__dict__") and not hasattr(value, "to_diff_dict")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ...kernels.attention.batch import AttentionRule
 from ...kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
+from ...probe.measure import walk
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.embedding import EmbeddedRows
 from ..layers.spec import KvLayout
-from .cached_tensors import walk
 from .text_model import text_decoder, token_arguments
 
 _MASK_ATTRIBUTE = "llmopt_mask"

@@ -19,14 +19,13 @@ from transformers.cache_utils import DynamicLayer
 
 from ....quant.model.auto import read_config
 from ...kernels.attention.batch import AttentionBatch
-from ...probe.measure import measure_cache
+from ...probe.measure import Place, measure_cache, walk
 from ...probe.oracle import build_on_meta
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.spec import KvLayout
 from ..layers.state import StateLayout
 from .cached_tensors import (
     CachedTensors,
-    Place,
     PositionTensor,
     StateTensor,
     TokenTensor,
@@ -35,7 +34,6 @@ from .cached_tensors import (
     get,
     path,
     put,
-    walk,
 )
 from .linears import CurrentAdapters
 from .packed import CacheOfLayer, ModuleAttention, StepAttention
