@@ -59,16 +59,7 @@ def _exponential(key_ptr, out_ptr, size, stream):
 
 
 @triton.jit
-def _draw(
-    score_ptr,
-    float_ptr,
-    integer_ptr,
-    threshold_ptr,
-    last_ptr,
-    best_ptr,
-    token_ptr,
-    size,
-):
+def _draw(score_ptr, float_ptr, integer_ptr, threshold_ptr, last_ptr, best_ptr, token_ptr, size):
     """Sample a token from each part of a row, by an exponential race: argmax(p / e). Grid: rows, parts.
 
     With Exp(1) noise e that is argmax(score - log e) over the kept tokens (Gumbel-max); greedy without

@@ -95,14 +95,7 @@ def _coarse_pivots(top):
 
 @triton.jit
 def _coarse_sums(
-    score_ptr,
-    float_ptr,
-    integer_ptr,
-    top_ptr,
-    count_ptr,
-    mass_ptr,
-    size,
-    PARTS: tl.constexpr,
+    score_ptr, float_ptr, integer_ptr, top_ptr, count_ptr, mass_ptr, size, PARTS: tl.constexpr
 ):
     """Write how many tokens of a part are at or above each coarse pivot, and their mass exp(score - top).
     Grid: rows, parts."""
@@ -187,14 +180,7 @@ def _compact(
 
 
 @triton.jit
-def _above(
-    row_ptr,
-    size,
-    temperature,
-    top,
-    pivots,
-    BY_MASS: tl.constexpr,
-):
+def _above(row_ptr, size, temperature, top, pivots, BY_MASS: tl.constexpr):
     """The number of tokens with keys above each pivot, or their mass exp(score - top); float32 [PIVOTS]."""
     sums = tl.full([PIVOTS, BLOCK], 0.0, tl.float32)
     for begin in range(0, size, BLOCK):
@@ -208,15 +194,7 @@ def _above(
 
 
 @triton.jit
-def _search(
-    row_ptr,
-    size,
-    temperature,
-    top,
-    lowest,
-    target,
-    BY_MASS: tl.constexpr,
-):
+def _search(row_ptr, size, temperature, top, lowest, target, BY_MASS: tl.constexpr):
     """The least key >= `lowest` with less than `target` (count or mass) above it, and what is above it."""
     low = lowest
     high = _key(top).to(tl.int64)
@@ -235,17 +213,7 @@ def _search(
 
 
 @triton.jit
-def _cut_by_mass(
-    row_ptr,
-    size,
-    temperature,
-    top,
-    at,
-    quota,
-    top_p,
-    total,
-    is_cut,
-):
+def _cut_by_mass(row_ptr, size, temperature, top, at, quota, top_p, total, is_cut):
     """Top-p of the tokens above key `at`, and `quota` of its equals: the key and quota of what stays.
 
     `total`: the mass of the row; `is_cut`: it is not the mass of these tokens, which is summed first.

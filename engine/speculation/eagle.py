@@ -251,10 +251,7 @@ class EagleProposer(CachedProposer):
         return expand_trees(expansions, self._sampler, draw, logits)
 
     def _chains(
-        self,
-        rows: Sequence[ScheduledRow],
-        known: Mapping[str, torch.Tensor],
-        draw: SamplingRowOf,
+        self, rows: Sequence[ScheduledRow], known: Mapping[str, torch.Tensor], draw: SamplingRowOf
     ) -> Mapping[str, DraftTokens]:
         hidden = torch.stack([known[row.sequence_id] for row in rows])
 

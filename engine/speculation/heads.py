@@ -84,11 +84,7 @@ _LAYERS = ("layers.0.", "midlayer.")
 """Prefixes of the single layer: EAGLE, EAGLE-3."""
 
 
-def load_eagle(
-    checkpoint: HeadsCheckpoint,
-    target: Decoder,
-    loading: LoadingOptions,
-) -> EagleHead:
+def load_eagle(checkpoint: HeadsCheckpoint, target: Decoder, loading: LoadingOptions) -> EagleHead:
     """Load `target`'s EAGLE head. BadInput: a missing tensor, a size or config that is not its head's."""
     folder, config = checkpoint.folder, checkpoint.config
     spec = model_spec(config)

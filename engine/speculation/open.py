@@ -119,10 +119,7 @@ Draft: TypeAlias = "CausalModel | MedusaHeads | EagleHead"
 
 
 def open_draft(
-    options: SpeculationConfig | None,
-    tokenizer: Any,
-    target: CausalModel,
-    loading: LoadingOptions,
+    options: SpeculationConfig | None, tokenizer: Any, target: CausalModel, loading: LoadingOptions
 ) -> Draft | None:
     """Draft model or heads of `options`, or None. BadInput: they do not load or fit the target."""
     if options is None or options.draft_model is None:

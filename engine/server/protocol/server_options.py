@@ -271,9 +271,7 @@ class ServerOptions:
         least=0,
     )
     drain_seconds: float = option(
-        5.0,
-        "Seconds to drain requests in flight after Ctrl-C or SIGTERM.",
-        limit=no_less_than(0),
+        5.0, "Seconds to drain requests in flight after Ctrl-C or SIGTERM.", limit=no_less_than(0)
     )
     admin_api_key: str | None = option(
         None,

@@ -21,14 +21,7 @@ from ..protocol.body import parsed
 from ..protocol.errors import ApiError, error_response
 from ..protocol.server_options import ServerOptions
 from .observe import LogEvent, body_text
-from .request_record import (
-    FULL_KEY,
-    WRITE_KEY,
-    KeyRing,
-    Principal,
-    RequestRecord,
-    record_of,
-)
+from .request_record import FULL_KEY, WRITE_KEY, KeyRing, Principal, RequestRecord, record_of
 
 _log = logging.getLogger(__name__)
 
