@@ -16,89 +16,76 @@ NULL_BLOCK = 0
 """The null block, which no sequence owns. Padding reads and writes it, so that padding needs no branch."""
 
 
-@dataclass(slots=True, eq=False)
-class KvBlock:
-    """A block of the KV cache."""
-
-    block_id: int
-    ref_count: int = 0
-    is_cached: bool = False
-
-
 class BlockPool:
     """`num_blocks` blocks with reference counts. Block 0 is the null block and is never allocated. A freed
     block keeps its content until it is allocated again, so that the prefix cache can revive it. Blocks
-    without cached content are reused first; cached ones are evicted in LRU order."""
+    without cached content are reused first; cached ones are evicted in LRU order.
+
+    Attributes:
+        cached_ids: blocks whose content the prefix cache has.
+        on_reuse: called with the id of a cached block just before it is evicted.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise ValueError(f"{num_blocks = }: a pool needs the null block and one more")
-        self._blocks = [KvBlock(i) for i in range(num_blocks)]
+        self._ref_counts = [0] * num_blocks
         # In the order of reuse. A hit of the prefix cache removes a block from anywhere in it, in O(1).
-        self._free = OrderedDict((block.block_id, block) for block in self._blocks[1:])
+        self._free = OrderedDict.fromkeys(range(1, num_blocks))
+        self.cached_ids: set[int] = set()
         self.on_reuse: Callable[[int], None] = lambda block_id: None
-        """Called with the id of a cached block just before it is evicted."""
 
     @property
     def num_usable(self) -> int:
-        return len(self._blocks) - 1
+        return len(self._ref_counts) - 1
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def kept_block_ids(self) -> list[int]:
-        return [block_id for block_id, block in self._free.items() if block.is_cached]
-
-    def is_cached(self, block_id: int) -> bool:
-        return self._blocks[block_id].is_cached
+        return [block_id for block_id in self._free if block_id in self.cached_ids]
 
     def ref_count(self, block_id: int) -> int:
-        return self._blocks[block_id].ref_count
+        return self._ref_counts[block_id]
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks with reference count 1. The caller has checked `num_free`."""
         allocated = []
         for _ in range(count):
-            _, block = self._free.popitem(last=False)
-            if block.is_cached:
-                self.on_reuse(block.block_id)
-                block.is_cached = False
-            block.ref_count = 1
-            allocated.append(block.block_id)
+            block_id, _ = self._free.popitem(last=False)
+            if block_id in self.cached_ids:
+                self.on_reuse(block_id)
+                self.cached_ids.remove(block_id)
+            self._ref_counts[block_id] = 1
+            allocated.append(block_id)
         return allocated
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Increment reference counts, taking blocks that are free out of the free list."""
         for block_id in block_ids:
-            block = self._blocks[block_id]
-            if block.ref_count == 0:
+            if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
-            block.ref_count += 1
+            self._ref_counts[block_id] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Release a sequence's blocks, tail first: it is evicted first, as the least likely shared prefix."""
         for block_id in reversed(block_ids):
-            block = self._blocks[block_id]
-            assert block.ref_count > 0, f"block {block_id} is freed twice"
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self._free[block_id] = block
-                if not block.is_cached:
+            assert self._ref_counts[block_id] > 0, f"block {block_id} is freed twice"
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._free[block_id] = None
+                if block_id not in self.cached_ids:
                     self._free.move_to_end(block_id, last=False)
-
-    def set_cached(self, block_id: int, is_cached: bool) -> None:
-        self._blocks[block_id].is_cached = is_cached
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         num_owners = Counter(block_id for table in tables for block_id in table)
         assert NULL_BLOCK not in num_owners and NULL_BLOCK not in self._free, (
             "the null block is in use"
         )
-        for block in self._blocks[1:]:
-            assert block.ref_count == num_owners[block.block_id], (
-                f"block {block.block_id}: {block.ref_count} holders, {num_owners[block.block_id]} in tables"
-            )
+        for block_id, count in enumerate(self._ref_counts):
+            owners = num_owners[block_id]
+            assert count == owners, f"block {block_id}: {count} holders, {owners} in tables"
         assert len(self._free) + len(num_owners) == self.num_usable, "blocks are lost"
 
 
@@ -229,15 +216,14 @@ class PrefixCache:
             parent = request.block_hashes[index - 1] if index else b""
             self._by_hash[name] = self._content(request, index, block_id, parent)
             self._hash_of[block_id] = name
-            self._pool.set_cached(block_id, True)
+            self._pool.cached_ids.add(block_id)
 
     def forget(self, block_id: int) -> None:
         self._evict(block_id)
-        self._pool.set_cached(block_id, False)
+        self._pool.cached_ids.remove(block_id)
 
     def reset(self) -> None:
-        for block_id in self._hash_of:
-            self._pool.set_cached(block_id, False)
+        self._pool.cached_ids.clear()
         self._by_hash.clear()
         self._hash_of.clear()
         self.num_queried_tokens = self.num_hit_tokens = 0

@@ -150,9 +150,10 @@ class Compactor(SchedulerExtension):
     def _blocks_for(self, table: Sequence[int], count: int) -> list[int] | None:
         """Destination blocks: the sequence's own unshared ones, last first; free ones; those only cached."""
         own = [block_id for block_id in reversed(table) if self._pool.ref_count(block_id) == 1]
-        blocks = [block_id for block_id in own if not self._pool.is_cached(block_id)][:count]
+        cached_ids = self._pool.cached_ids
+        blocks = [block_id for block_id in own if block_id not in cached_ids][:count]
         num_free = min(count - len(blocks), self._pool.num_free)
-        reused = [block_id for block_id in own if self._pool.is_cached(block_id)]
+        reused = [block_id for block_id in own if block_id in cached_ids]
         reused = reused[: count - len(blocks) - num_free]
         if len(blocks) + num_free + len(reused) < count:
             return None

@@ -25,7 +25,7 @@ def test_blocks_with_content_are_reused_last_and_the_oldest_first():
     pool.on_reuse = reused.append
     table = pool.allocate(3)
     for block_id in table:
-        pool.set_cached(block_id, True)
+        pool.cached_ids.add(block_id)
     pool.free(table)
     assert pool.allocate(2) == [4, 5]
     assert reused == []
@@ -37,7 +37,7 @@ def test_sharing_revives_a_block_from_the_middle_of_the_free_list():
     pool = BlockPool(6)
     table = pool.allocate(3)
     for block_id in table:
-        pool.set_cached(block_id, True)
+        pool.cached_ids.add(block_id)
     pool.free(table)
     pool.share([table[1]])
     assert pool.num_free == 4
