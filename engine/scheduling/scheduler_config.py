@@ -109,8 +109,17 @@ class SchedulerConfig:
 
 def check_length(request: Request, config: SchedulerConfig, num_blocks: int) -> None:
     """Refuse a sequence or image longer than the context, a step or `num_blocks` (BadInput)."""
-    if request.bidirectional_images:
-        check_images(request, config)
+    longest = max(map(len, request.bidirectional_images), default=0)
+    if longest > config.chunk:
+        raise BadInput(
+            f"an image of {longest} tokens, which attend to each other, exceeds the {config.chunk} tokens of "
+            "a step: raise max_num_batched_tokens (and prefill_chunk_size), or send a smaller image"
+        )
+    if longest and config.eviction is not None:
+        raise BadInput(
+            "a KV budget evicts tokens of an image before the others have seen it: images of this model "
+            "need an engine without kv_budget"
+        )
     count, capacity = request.num_prompt_tokens, num_blocks * config.block_size
     if request.pooling is not None:  # every token of the prompt needs a slot, and nothing follows
         if count > config.max_model_len:
@@ -163,7 +172,6 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._ranked: list[tuple[Rank, Request]] = []
         self._held: dict[str, list[Request]] = {}
-        self._is_new = False
 
     def __len__(self) -> int:
         return len(self._ranked) + self.num_held
@@ -205,7 +213,6 @@ class WaitingQueue:
     def hold(self, request_id: str) -> None:
         """Put the request's sequences aside, the running ones with the next step, and any that fork later."""
         siblings = self._held.setdefault(request_id, [])
-        self._is_new = True
         siblings += [request for _, request in self._ranked if request.request_id == request_id]
         self._keep(lambda waiting: waiting.request_id != request_id)
 
@@ -215,11 +222,9 @@ class WaitingQueue:
 
     def newly_held(self, running: Sequence[Request]) -> list[Request]:
         """Those of the `running` sequences that are to wait."""
-        requests = []
-        if self._is_new:
-            requests = [request for request in running if request.request_id in self._held]
-        self._is_new = False
-        return requests
+        if not self._held:
+            return []
+        return [request for request in running if request.request_id in self._held]
 
     def resume(self, request_id: str) -> None:
         """Put them back in their places; no error for a request that is not held."""
@@ -267,21 +272,6 @@ class StepPace:
             ratio = min(2.0, max(0.5, limit / max(seconds, 1e-9)))
             blocks = int(num_prefill * ratio) // self._least
             self.num_tokens = min(self._most, max(1, blocks) * self._least)
-
-
-def check_images(request: Request, config: SchedulerConfig) -> None:
-    """Raise `BadInput` where an image can never be computed in one step."""
-    longest = max((len(image) for image in request.bidirectional_images), default=0)
-    if longest > config.chunk:
-        raise BadInput(
-            f"an image of {longest} tokens, which attend to each other, exceeds the {config.chunk} tokens of "
-            "a step: raise max_num_batched_tokens (and prefill_chunk_size), or send a smaller image"
-        )
-    if longest and config.eviction is not None:
-        raise BadInput(
-            "a KV budget evicts tokens of an image before the others have seen it: images of this model "
-            "need an engine without kv_budget"
-        )
 
 
 def uncut(request: Request, num_new: int, budget: int) -> int:
