@@ -69,13 +69,9 @@ def stored_name(dtype: CacheDtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """KV layouts of a model with the planner's interface."""
+    """KV layouts of a model, of that many elements a token, with the planner's interface."""
 
-    layouts: Sequence[KvLayout]
-
-    @property
-    def num_elements(self) -> int:
-        return sum(layout.num_elements for layout in self.layouts)
+    num_elements: int
 
     def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int:
         return ceil(self.num_elements * bytes_per_element)
@@ -105,7 +101,7 @@ def choose_num_blocks(
         whole = -(-max_model_len // block_size) * max_num_seqs
         return (config.num_blocks or min(whole, _MOST_EMPTY_BLOCKS)) + 1
     num_ranks, memory = config.tensor_parallel_size, config.kv_cache_memory_bytes
-    layers = _Layers(layouts)
+    layers = _Layers(sum(layout.num_elements for layout in layouts))
     block_bytes = kv_block_bytes(layouts, dtype, block_size)
     request = CacheRequest(
         bytes_per_element=Fraction(block_bytes, block_size * layers.num_elements),
@@ -187,7 +183,7 @@ class KvCache:
         self.num_bytes = sum(part.nbytes for part in self._parts)
         # A GPU commits all of it anyway, and libraries' kernels there may read, with weight 0, slots after a
         # sequence's end.
-        self._zero(num_blocks if device.type != "cpu" else NULL_BLOCK + 1)
+        self.zero(num_blocks if device.type != "cpu" else NULL_BLOCK + 1)
         self.broadcast: Callable[[str, Any], None] | None = None
         """Broadcasts every copy to the tensor-parallel workers, which have other heads of the same blocks."""
 
@@ -214,11 +210,8 @@ class KvCache:
             self._copies.to_host(pair)
             self._copies.from_host(((0, NULL_BLOCK),))
 
-    def zero_null_block(self) -> None:
-        """Clear the null block after steps without requests: table padding reads it, with weight 0."""
-        self._zero(NULL_BLOCK + 1)
-
-    def _zero(self, num_blocks: int) -> None:
+    def zero(self, num_blocks: int) -> None:
+        """Clear the first blocks."""
         for part in self._parts:  # none where layers have constant states
             part[:num_blocks].zero_()
 

@@ -229,19 +229,13 @@ def pooled_rows(
     return {name: share.tolist() for name, share in zip(names, values, strict=True)}
 
 
-@dataclass(slots=True)
-class _Pooled:
-    request: Request
-    vector: list[float]
-
-
 class PooledPrompts:
     """Vectors of pooled prompts that are being computed, by sequence. A prompt may take several steps, and
     starts again after a preemption: a row from position 0 drops the earlier shares."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._pooled: dict[str, _Pooled] = {}
+        self._pooled: dict[str, tuple[Request, list[float]]] = {}
 
     def keep(self, plan: StepPlan, result: StepResult) -> None:
         """Take the shares of a step, before the scheduler's update ends its requests."""
@@ -250,21 +244,18 @@ class PooledPrompts:
         for row in plan.rows:
             if row.pooling is None or (request := self._scheduler.request_of(row)) is None:
                 continue
-            pooled = self._pooled.get(row.sequence_id)
-            if pooled is None or row.start == 0:
-                pooled = self._pooled[row.sequence_id] = _Pooled(request, [])
-            share = result.pooled.get(row.sequence_id)
-            if share is not None:
+            _, vector = self._pooled.get(row.sequence_id, (request, []))
+            vector = vector if row.start else []
+            if (share := result.pooled.get(row.sequence_id)) is not None:
                 join = _JOINED.get(row.pooling.mode)
-                if pooled.vector and join is not None:
-                    share = [*map(join, pooled.vector, share)]
-                pooled.vector = share
+                vector = [*map(join, vector, share)] if vector and join is not None else share
+            self._pooled[row.sequence_id] = request, vector
 
     def outputs(self, plan: StepPlan) -> list[RequestOutput]:
         if not self._pooled:
             return []
         return [
-            _output(row, pooled)
+            _output(row, *pooled)
             for row in plan.rows
             if row.pooling is not None and row.end == row.num_prompt_tokens
             if (pooled := self._pooled.pop(row.sequence_id, None)) is not None
@@ -274,9 +265,7 @@ class PooledPrompts:
         self._pooled.pop(sequence_id, None)
 
 
-def _output(row: ScheduledRow, pooled: _Pooled) -> RequestOutput:
-    request = pooled.request
-    vector = pooled.vector
+def _output(row: ScheduledRow, request: Request, vector: list[float]) -> RequestOutput:
     if row.pooling is not None and row.pooling.mode == "mean":
         vector = [value / row.num_prompt_tokens for value in vector]
     return RequestOutput(

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -31,14 +30,6 @@ _log = logging.getLogger(__name__)
 
 PROFILE_BLOCKS = 2
 """KV blocks of the profile run: the null block, and `WRITTEN_BLOCK`."""
-
-
-class DeviceMemory(Protocol):
-    """Memory statistics of a device, in bytes."""
-
-    def free_and_total(self) -> tuple[int, int]: ...
-
-    def peak_of(self, work: Callable[[], object]) -> int: ...
 
 
 class CudaMemory:
@@ -83,6 +74,10 @@ class MpsMemory:
         peak = torch.mps.driver_allocated_memory()
         torch.mps.empty_cache()
         return max(0, peak - before)
+
+
+DeviceMemory = CudaMemory | MpsMemory
+"""Memory statistics of a device, in bytes."""
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
@@ -183,7 +178,7 @@ def warm_up(runner: ModelRunner, limits: SchedulerConfig) -> int:
             logged = now
     for cache in runner.caches:
         cache.warm_up()
-        cache.zero_null_block()
+        cache.zero(NULL_BLOCK + 1)  # table padding reads it, with weight 0
     return len(plans)
 
 
