@@ -238,7 +238,8 @@ class GrammarMask:
 
     def _fill(self, mask: torch.Tensor, tokens: list[int]) -> None:
         began = time.thread_time()
-        state = max(self._states, key=lambda state: state.merit(tokens))
+        # The longest common prefix; among equals, the fewest tokens to roll back.
+        state = max(self._states, key=lambda s: (s.num_common(tokens), -len(s.tokens)))
         common = state.num_common(tokens)
         if common < len(state.tokens) and len(self._states) < self._num_sequences:
             state = state.copy()
@@ -264,11 +265,6 @@ class _MatcherState:
 
     def copy(self) -> _MatcherState:
         return _MatcherState(self.matcher.deep_copy(), [*self.tokens])
-
-    def merit(self, tokens: list[int]) -> tuple[int, int]:
-        """Longer common prefixes are better; among equals, fewer tokens to roll back."""
-        common = self.num_common(tokens)
-        return common, common - len(self.tokens)
 
     def num_common(self, tokens: list[int]) -> int:
         low, high = 0, min(len(tokens), len(self.tokens))

@@ -82,15 +82,11 @@ class SwapSpace(SchedulerExtension):
     def __init__(self, num_blocks: int = 0, block_size: int = 1) -> None:
         self.num_blocks = num_blocks
         self._block_size = block_size
-        self._free = list(range(num_blocks))
+        self.free_ids = list(range(num_blocks))
         self._swapped: dict[str, SwappedSequence] = {}
         self._out: dict[int, int] = {}  # host block → device block
         self._in: dict[int, int] = {}  # device block → host block
         self.num_swaps = 0
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     def preempt(self, request: Request) -> None:
         """Have the next step copy out what the sequence computed, if enough host blocks are free."""
@@ -98,9 +94,9 @@ class SwapSpace(SchedulerExtension):
             return  # its hidden states are recomputed with its blocks
         used = -(-request.num_computed_tokens // self._block_size)
         places = [index for index in range(used) if index not in request.evicted]
-        if not places or len(places) > len(self._free):
+        if not places or len(places) > len(self.free_ids):
             return
-        blocks = {index: self._free.pop() for index in places}
+        blocks = {index: self.free_ids.pop() for index in places}
         self._swapped[request.sequence_id] = SwappedSequence(request.num_computed_tokens, blocks)
         self._out |= {host: request.block_ids[index] for index, host in blocks.items()}
         self.num_swaps += 1
@@ -140,8 +136,8 @@ class SwapSpace(SchedulerExtension):
 
     def check_integrity(self, waiting: Iterable[Request]) -> None:
         used = [host for swapped in self._swapped.values() for host in swapped.blocks.values()]
-        assert sorted([*used, *self._free]) == list(range(self.num_blocks))
+        assert sorted([*used, *self.free_ids]) == list(range(self.num_blocks))
         assert self._swapped.keys() <= {request.sequence_id for request in waiting}
 
     def _release(self, request: Request) -> None:
-        self._free += self._swapped.pop(request.sequence_id).blocks.values()
+        self.free_ids += self._swapped.pop(request.sequence_id).blocks.values()

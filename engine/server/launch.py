@@ -102,12 +102,8 @@ def _listen(listener: socket.socket) -> None:
 @contextlib.contextmanager
 def answering_while_loading(listener: socket.socket, tls: TlsOptions | None) -> Iterator[None]:
     """Answer every request with 503 and `Retry-After`, as llama.cpp's server does, until the model is loaded.
-
-    Under TLS, whose handshakes are the server's, connections are refused until then.
-
-    Raises:
-        BadInput: another process has begun to listen on the port since `bind`.
-    """
+    Under TLS, whose handshakes are the server's, connections are refused until then. Raises `BadInput`:
+    another process has begun to listen on the port since `bind`."""
     if tls is not None:
         yield
         return
@@ -171,11 +167,8 @@ def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]
 
     `on_ready` is called once the engine is warm. With a shutdown delay, requests are still taken for that
     long after the signal, while `/ready` is 503. Requests that outlast the drain end with an error. A second
-    signal ends delay and drain at once.
-
-    Raises:
-        BadInput: another process has begun to listen on the port since `bind`.
-        Failure: the engine failed, so that a supervisor should start the server again.
+    signal ends delay and drain at once. Raises `BadInput`: another process has begun to listen on the port
+    since `bind`; `Failure`: the engine failed, so that a supervisor should start the server again.
     """
     _listen(listener)
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -225,13 +218,13 @@ class Server(uvicorn.Server):
     async def _watch(self) -> None:
         """Say that the server is ready, and stop it once the engine cannot go on."""
         loop = self._app.state.loop
-        await loop.wait_until_warm()
+        await loop.is_warm.wait()
         if loop.is_ready:
             # What a server loads stays: a full collection, which every thread waits for, need not look at it.
             gc.collect()
             gc.freeze()
             self._on_ready()
-        await loop.wait_until_failed()
+        await loop.has_failed.wait()
         if not self.should_exit:
             self.engine_failure = loop.unavailable
             self.should_exit = True
@@ -251,8 +244,8 @@ class Server(uvicorn.Server):
         """Take requests until the balancers have seen `/ready`, each on its last connection."""
         headers = self.server_state.default_headers  # which responses that have begun keep
         self.server_state.default_headers = [*headers, (b"connection", b"close")]
-        waits = (self._hurried.wait, self._app.state.loop.wait_until_failed)
-        reasons = [asyncio.ensure_future(wait()) for wait in waits]
+        events = self._hurried, self._app.state.loop.has_failed
+        reasons = [asyncio.ensure_future(event.wait()) for event in events]
         seconds = self._options.shutdown_delay_seconds
         await asyncio.wait(reasons, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for reason in reasons:

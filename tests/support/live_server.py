@@ -109,7 +109,7 @@ def running(
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         if is_warm:
-            await app.state.loop.wait_until_warm()
+            await app.state.loop.is_warm.wait()
         started.set()
         await serving
 

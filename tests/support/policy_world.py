@@ -345,7 +345,7 @@ class World:
         assert not self.scheduler.has_unfinished(), "the scheduler thrashes"
         pool, swap = self.scheduler.pool, self.scheduler.swap
         assert pool.num_free == pool.num_usable
-        assert swap.num_free == swap.num_blocks
+        assert len(swap.free_ids) == swap.num_blocks
         assert self.scheduler.states.num_free == self.scheduler.states.num_slots
 
 

@@ -122,14 +122,14 @@ class EngineLoop:
         unavailable: why the engine does not serve; None while it does.
         max_sequences_of_key: sequences that an API key may have waiting or running.
         is_draining: True if the server is shutting down: requests in flight finish, then it stops.
+        is_warm, has_failed: events of the warmed-up engine, and of one that cannot go on.
     """
 
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         self.metrics = ServerMetrics()
         self._options = options
         self._retry_after = RetryAfter()
-        self._warm = asyncio.Event()
-        self._ended = asyncio.Event()
+        self.is_warm, self.has_failed = asyncio.Event(), asyncio.Event()
         self._step_began: float | None = None
         self._engine = engine
         self._inbox: queue.SimpleQueue[_EngineCall | None] = queue.SimpleQueue()
@@ -147,7 +147,7 @@ class EngineLoop:
 
     @property
     def is_ready(self) -> bool:
-        return self._warm.is_set() and self.unavailable is None and not self.is_draining
+        return self.is_warm.is_set() and self.unavailable is None and not self.is_draining
 
     @property
     def stalled_seconds(self) -> float | None:
@@ -155,12 +155,6 @@ class EngineLoop:
         began = self._step_began
         age = 0.0 if began is None else time.perf_counter() - began
         return age if age > self._options.step_timeout_seconds else None
-
-    async def wait_until_failed(self) -> None:
-        await self._ended.wait()
-
-    async def wait_until_warm(self) -> None:
-        await self._warm.wait()
 
     def start(self) -> None:
         self._event_loop = asyncio.get_running_loop()
@@ -239,7 +233,7 @@ class EngineLoop:
         for future in list(self._calls):
             if not future.done():
                 future.set_exception(Unavailable(self.unavailable))
-        self._warm.set()
+        self.is_warm.set()
 
     def stop(self, timeout_seconds: float = 4.0) -> None:
         """Stop the thread after its current step; unfinished requests fail."""
@@ -256,7 +250,7 @@ class EngineLoop:
             enter_device(engine.device)  # a new thread begins with cuda:0
             _warm_up(engine)
             self.metrics.begin(engine)
-            self._post(self._warm.set)
+            self._post(self.is_warm.set)
             config, seconds = engine.scheduler.config, self._options.max_step_seconds
             pace = StepPace(seconds, config.block_size, config.max_num_batched_tokens)
             engine.scheduler.pace = pace  # of a warm engine's steps alone
@@ -272,7 +266,7 @@ class EngineLoop:
             else:
                 _log.exception("the engine failed")
             self._post(self.fail, f"the engine failed ({type(error).__name__}): restart the server")
-            self._post(self._ended.set)
+            self._post(self.has_failed.set)
 
     def _step(self, steps: RecoveringSteps) -> list[RequestOutput]:
         """Run one step, and tell the clients of the requests that it ended by failing."""

@@ -335,7 +335,7 @@ def test_the_servers_thread_has_the_device_of_its_engine(
         loop = EngineLoop(engine, ServerOptions())
         loop.start()
         try:
-            await loop.wait_until_warm()
+            await loop.is_warm.wait()
             assert loop.unavailable is None
             return await loop.run(lambda _: card.current)
         finally:

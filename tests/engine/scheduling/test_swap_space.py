@@ -48,7 +48,7 @@ def run(world: World) -> list[StepPlan]:
 def until_swapped(world: World) -> str:
     """Step until a sequence is swapped out; returns its name."""
     swap = world.scheduler.swap
-    while swap.num_free == swap.num_blocks:
+    while len(swap.free_ids) == swap.num_blocks:
         world.step()
     (name,) = (r.sequence_id for r in world.scheduler.requests() if swap.swapped(r) is not None)
     return name
@@ -114,7 +114,7 @@ def test_host_blocks_are_freed_when_a_swapped_sequence_ends(how):
     else:
         world.drop_in_flight()
     scheduler.check_integrity()
-    assert scheduler.swap.num_free == scheduler.swap.num_blocks
+    assert len(scheduler.swap.free_ids) == scheduler.swap.num_blocks
     run(world)
 
 
@@ -124,7 +124,7 @@ def test_a_request_that_ends_before_the_copy_leaves_no_copy():
     world.step()
     (request, *_) = scheduler.running
     scheduler._preempt(request)
-    assert scheduler.swap.num_free < 20
+    assert len(scheduler.swap.free_ids) < 20
     scheduler.abort(request.sequence_id)
     assert not scheduler.swap.complete(StepPlan(())).copies
     scheduler.check_integrity()
@@ -200,7 +200,7 @@ def test_tokens_do_not_depend_on_where_a_sequence_waited(mode):
     assert stats.num_swaps == stats.num_preemptions > 0
     assert without.stats.num_swaps == 0
     assert stats.num_computed_tokens < without.stats.num_computed_tokens
-    assert kept.scheduler.swap.num_free == kept.scheduler.swap.num_blocks
+    assert len(kept.scheduler.swap.free_ids) == kept.scheduler.swap.num_blocks
 
 
 def test_the_space_is_in_blocks_of_all_layers():
