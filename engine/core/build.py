@@ -99,15 +99,8 @@ class LoadedModel:
     activation_bits: int
 
 
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """The parts of an engine, ready to serve."""
-
-    loaded: LoadedModel
-    runner: ModelRunner
-    scheduler: Scheduler
-    loop: StepLoop
-    memory: EngineMemory
+EngineParts = tuple[LoadedModel, ModelRunner, Scheduler, StepLoop, EngineMemory]
+"""The parts of an engine, ready to serve."""
 
 
 def build_engine(config: EngineConfig) -> EngineParts:
@@ -153,19 +146,11 @@ def _build_on(config: EngineConfig) -> EngineParts:
             warm_up(runner, limits)
     pool = BlockPool(num_blocks)
     prefixes = PrefixCache(pool, limits.block_size, enabled=config.enable_prefix_caching)
-    return EngineParts(
-        loaded,
-        runner,
-        Scheduler(
-            limits,
-            pool,
-            prefixes,
-            SwapSpace(num_host_blocks, limits.block_size),
-            StatePool(slots.num_sequences, slots.num_checkpoints, limits.block_size),
-        ),
-        open_loop(runner, loaded.device, overlapped=config.overlaps(loaded.device.type)),
-        engine_memory(loaded, cache, proposer),
-    )
+    swap = SwapSpace(num_host_blocks, limits.block_size)
+    states = StatePool(slots.num_sequences, slots.num_checkpoints, limits.block_size)
+    scheduler = Scheduler(limits, pool, prefixes, swap, states)
+    loop = open_loop(runner, loaded.device, overlapped=config.overlaps(loaded.device.type))
+    return loaded, runner, scheduler, loop, engine_memory(loaded, cache, proposer)
 
 
 def load_model(config: EngineConfig) -> LoadedModel:

@@ -50,8 +50,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        parts = build_engine(config)
-        loaded = parts.loaded
+        loaded, runner, scheduler, loop, memory = build_engine(config)
         self.config = config
         self.folder, self.model_config = loaded.folder, loaded.config
         self.device, self.dtype = loaded.device, loaded.dtype
@@ -60,9 +59,9 @@ class Engine:
         self.vocab_size, self.max_model_len = loaded.model.vocab_size, loaded.max_model_len
         self.workers = loaded.workers
         self.images, self._image_rules = loaded.images, loaded.image_rules
-        self.runner, self.scheduler, self.memory = parts.runner, parts.scheduler, parts.memory
-        self._loop: StepLoop = parts.loop
-        self.loras = LoraManager(config, loaded.model, parts.scheduler)
+        self.runner, self.scheduler, self.memory = runner, scheduler, memory
+        self._loop: StepLoop = loop
+        self.loras = LoraManager(config, loaded.model, scheduler)
         self._takes_loras = loaded.model.lora_bank is not None
         self._in_flight: InFlightStep | None = None
         self._finishing: InFlightStep | None = None
@@ -141,7 +140,7 @@ class Engine:
         if pooling is not None:
             self.output_processor.add_pooled()
         if best_of is not None:
-            self.output_processor.add_best_of(request_id, best_of)
+            self.output_processor.best_of[request_id] = best_of
         self._next_order += params.num_sequences
 
     def abort(self, request_id: str) -> bool:

@@ -23,19 +23,16 @@ class OutputProcessor:
         self._decoder = text_decoder(tokenizer)
         self._texts: dict[str, CompletionText] = {}
         self._prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = {}
-        self._best_of: dict[str, BestOf] = {}
+        self.best_of: dict[str, BestOf] = {}
+        """Requests with best_of, by id: they have no outputs until all candidates are finished."""
         self._pooled: PooledPrompts | None = None
-
-    def add_best_of(self, request_id: str, best_of: BestOf) -> None:
-        """Register a request with best_of; it has no outputs until all candidates are finished."""
-        self._best_of[request_id] = best_of
 
     def add_pooled(self) -> None:
         if self._pooled is None:
             self._pooled = PooledPrompts(self._scheduler)
 
     def forget(self, request_id: str, members: list[Request]) -> None:
-        self._best_of.pop(request_id, None)
+        self.best_of.pop(request_id, None)
         for request in members:
             self._texts.pop(request.sequence_id, None)
             self._prompt_logprobs.pop(request.sequence_id, None)
@@ -71,15 +68,15 @@ class OutputProcessor:
 
     def shown(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Deltas to emit; a request with best_of has only its best completions, at its end."""
-        if not self._best_of:
+        if not self.best_of:
             return outputs
         shown: list[RequestOutput] = []
         for output in outputs:
-            best_of = self._best_of.get(output.request_id)
+            best_of = self.best_of.get(output.request_id)
             if best_of is None:
                 shown.append(output)
             elif winners := best_of.take(output):
-                del self._best_of[output.request_id]
+                del self.best_of[output.request_id]
                 shown += winners
         return shown
 

@@ -54,7 +54,7 @@ def test_best_of_emits_nothing_before_its_end_and_can_be_aborted(prompts):
     engine.add_request("a", prompts[0], params)
     engine.step()
     assert engine.abort("a")
-    assert not engine.output_processor._best_of
+    assert not engine.output_processor.best_of
     engine.add_request("a", prompts[0], SamplingParams(max_tokens=1))
     assert len(engine.step()) == 1, "the id is free again, and no contest"
 
