@@ -375,10 +375,10 @@ _SHARED = ("$defs", "definitions")
 
 def calls_schema(request: ChatRequest) -> dict[str, Any]:
     """JSON schema of `[{"name": ..., "arguments": {...}}, ...]`, which the format `FORCED` parses."""
-    tools, is_named = request.usable_tools, isinstance(request.tool_choice, NamedTool)
-    if isinstance(request.tool_choice, NamedTool):
-        wanted = request.tool_choice.function.name
-        tools = [tool for tool in tools if tool.function.name == wanted][:1]
+    tools, choice = request.usable_tools, request.tool_choice
+    is_single = isinstance(choice, NamedTool) or request.parallel_tool_calls is False
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name][:1]
     shared: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
     for tool in tools:
@@ -391,7 +391,7 @@ def calls_schema(request: ChatRequest) -> dict[str, Any]:
         properties = {"name": {"const": tool.function.name}, "arguments": parameters}
         call = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
         calls.append({**call, "additionalProperties": False})
-    most = {"maxItems": 1} if is_named or request.parallel_tool_calls is False else {}
+    most = {"maxItems": 1} if is_single else {}
     return {**shared, "type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
 
 

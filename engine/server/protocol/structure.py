@@ -317,10 +317,6 @@ class StructuredRequest(BaseModel):
 def _constraints(
     schema: Any, regex: str | None, choice: list[str] | None, grammar: str | None, prefix: str
 ) -> list[Constraint]:
-    values: list[tuple[Kind, Any]] = [("regex", regex), ("choice", choice), ("grammar", grammar)]
-    constraints = [
-        Constraint(kind, value, prefix + kind) for kind, value in values if value is not None
-    ]
     field = prefix + "json"
     if isinstance(schema, str):
         try:
@@ -329,7 +325,10 @@ def _constraints(
             raise bad_field(field, f"the schema is not valid JSON: {error}") from error
         if not isinstance(schema, dict):
             raise bad_field(field, "a schema is an object")
-    return [
-        *constraints,
-        *([Constraint("json_schema", schema, field)] if schema is not None else []),
+    constraints = [
+        Constraint("regex", regex, f"{prefix}regex"),
+        Constraint("choice", choice, f"{prefix}choice"),
+        Constraint("grammar", grammar, f"{prefix}grammar"),
+        Constraint("json_schema", schema, field),
     ]
+    return [constraint for constraint in constraints if constraint.value is not None]
