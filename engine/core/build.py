@@ -105,10 +105,7 @@ EngineParts = tuple[LoadedModel, ModelRunner, Scheduler, StepLoop, EngineMemory]
 
 def build_engine(config: EngineConfig) -> EngineParts:
     """Load the model, size the cache, and capture steps; on the CPU, if a GPU not asked for is too small.
-
-    Raises:
-        BadInput: as `Engine`.
-    """
+    Raises BadInput as `Engine`."""
     try:
         return _build_on(config)
     except DoesNotFit as problem:

@@ -42,11 +42,9 @@ from .build import build_engine
 class Engine:
     """A model, its KV cache, and the requests that share them. Not thread-safe: one thread drives it.
 
-    If set, `recorder` records every step, and `hook` is called at the end of each phase and step.
-
-    Raises:
-        BadInput: the checkpoint is missing, broken or of a kind that is not supported, or the options
-            contradict the model or the machine.
+    If set, `recorder` records every step, and `hook` is called at the end of each phase and step. Raises
+    BadInput: the checkpoint is missing, broken or of a kind that is not supported, or the options contradict
+    the model or the machine.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -95,10 +93,9 @@ class Engine:
         the prompt's hidden states. `images` are those of a prepared prompt, whose token ids then are the
         prompt.
 
-        Raises:
-            BadInput: an empty prompt, a token outside the vocabulary, an id in use, an unknown adapter, a
-                request that can never fit, hidden states that are not known, or images that the model or an
-                option does not take.
+        Raises BadInput: an empty prompt, a token outside the vocabulary, an id in use, an unknown adapter, a
+        request that can never fit, hidden states that are not known, or images that the model or an option
+        does not take.
         """
         adapter = None if lora is None else self.loras.loaded.key(lora)
         if pooling is not None:
@@ -160,13 +157,9 @@ class Engine:
         *,
         load_inplace: bool = False,
     ) -> None:
-        """Load a LoRA adapter, by its PEFT folder; `weights` are what `loras.read` read of it.
-
-        With `load_inplace` it takes the place of the adapter of that name, for later requests.
-
-        Raises:
-            BadInput: it does not fit the model, its name is taken, or there are `max_loras` already.
-        """
+        """Load a LoRA adapter, by its PEFT folder; `weights` are what `loras.read` read of it. With
+        `load_inplace` it takes the place of the adapter of that name, for later requests. Raises BadInput: it
+        does not fit the model, its name is taken, or there are `max_loras` already."""
         weights = self.loras.read(folder) if weights is None else weights
         self._wait_for_thread()
         self.loras.load(name, folder, weights, load_inplace=load_inplace)
@@ -212,13 +205,9 @@ class Engine:
             raise
 
     def abort_failed(self) -> list[str]:
-        """Abort the requests of the steps that the last exception of `step` ended; returns their ids.
-
-        The other requests stay in the queue, and the engine is as after any step.
-
-        Raises:
-            AssertionError: the scheduler's state contradicts itself, so that no step may follow.
-        """
+        """Abort the requests of the steps that the last exception of `step` ended; returns their ids. The
+        other requests stay in the queue, and the engine is as after any step. Raises AssertionError: the
+        scheduler's state contradicts itself, so that no step may follow."""
         failed, self._failed = list(self._failed), {}
         for request_id in failed:
             self.abort(request_id)
@@ -345,14 +334,9 @@ class Engine:
         return PromptPass(self.runner, scheduler.pool, scheduler.config, adapter, scheduler.states)
 
     def unrounded_prompt_pass(self, num_tokens: int, lora: str | None = None) -> PromptPass | None:
-        """Prefill on a KV cache of its own in the dtype of computation, of at least `num_tokens`.
-
-        None where this engine's cache rounds nothing, where layers keep a constant state, and with workers.
-        The cache is freed with the pass.
-
-        Raises:
-            BadInput: an unknown adapter, or not enough memory for that cache.
-        """
+        """Prefill on a KV cache of its own in the dtype of computation, of at least `num_tokens`, freed with
+        the pass. None where this engine's cache rounds nothing, where layers keep a constant state, and with
+        workers. Raises BadInput: an unknown adapter, or not enough memory for that cache."""
         if self.runner.cache.dtype == self.dtype or not self.takes_other_caches:
             return None
         return self.prompt_pass_on(None, num_tokens, lora)

@@ -47,9 +47,8 @@ class LLM:
         `params` and `lora` (an adapter's name) are for all prompts, or sequences with one per prompt;
         `progress` counts finished completions.
 
-        Raises:
-            BadInput: a prompt that can never fit, an unknown adapter, or an image that cannot be read or
-                that the model does not take; all prompts are aborted then.
+        Raises BadInput: a prompt that can never fit, an unknown adapter, or an image that cannot be read or
+        that the model does not take; all prompts are aborted then.
         """
         batch = _as_batch(prompts)
         params_of_prompts = _one_each(
@@ -101,8 +100,7 @@ class LLM:
             chat_template: replaces the model's; a model without one gets a line for each message.
             chat_template_kwargs: variables of the template, such as `enable_thinking`.
 
-        Raises:
-            BadInput: as `generate`, or the template refuses the conversation.
+        Raises BadInput as `generate`, and where the template refuses the conversation.
         """
         single: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         options = {**(chat_template_kwargs or {}), "tools": tools}

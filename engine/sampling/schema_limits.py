@@ -46,12 +46,9 @@ _CONTROLS = "".join(map(chr, range(32)))
 
 def enforceable(schema: Schema, path: str = "") -> Schema:
     """The schema, with patterns that llguidance enforces, and objects closed that name their properties;
-    outputs satisfy the one that was given.
-
-    Raises:
-        BadInput: a keyword whose outputs might not satisfy the schema, with its JSON pointer after `place`,
-            or the schema is nested too deep or contains numbers that are not finite.
-    """
+    outputs satisfy the one that was given. Raises BadInput: a keyword whose outputs might not satisfy the
+    schema, with its JSON pointer after `path`, or the schema is nested too deep or contains numbers that are
+    not finite."""
     try:
         schema = json.loads(json.dumps(schema, allow_nan=False))
     except RecursionError as error:

@@ -33,10 +33,8 @@ def structural_tag(
     `whitespace` may stand between the tokens of a JSON text. `special` maps special tokens' texts to ids:
     they are tokens in a grammar, and never part of a text. Two additions to XGrammar's formats, for internal
     use: a `rule` stands for the format of its name in the tag's `rules`, and free text between triggered tags
-    has no match of a pattern in `begins_unlike`.
-
-    Raises:
-        BadInput: a format that contradicts itself, with its place.
+    has no match of a pattern in `begins_unlike`. Raises BadInput: a format that contradicts itself, with its
+    place.
     """
     lark = _Lark(whitespace, special or {}, tag.get("rules") or {})
     if "format" in tag:

@@ -92,9 +92,9 @@ def _draw(score_ptr, float_ptr, integer_ptr, threshold_ptr, last_ptr, best_ptr, 
 def _penalize(score_ptr, row_ptr, count_ptr, place_ptr, penalty_ptr, size):
     """Apply repetition, frequency and presence penalties in place. Grid: penalized rows, blocks of a row.
 
-    `row_ptr` holds the rows of the scores, `place_ptr` the rows of the token counts: twice the occurrences in
-    the output, plus one where a token is in the prompt. `penalty_ptr` [rows, 3]: repetition, frequency,
-    presence.
+    `row_ptr` has the rows of the scores, `place_ptr` the rows of the token counts [slots, vocab]: twice the
+    occurrences in the output, plus one where a token is in the prompt. `penalty_ptr` [rows, 3]: repetition,
+    frequency, presence.
     """
     index = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -127,8 +127,8 @@ def _constrain(
 ):
     """Apply packed token bitmasks (grammars) to scores, in place. Grid: masked rows.
 
-    Where no token is left, the logits of the stop ids are restored. `word_ptr` int32 [rows, words];
-    `stop_id_ptr` int64 [rows, stop_ids], padded with -1.
+    Where no token is left, the model's raw logits of the stop ids are restored. `row_ptr` int64 [rows]: rows
+    of the scores; `word_ptr` int32 [rows, words]; `stop_id_ptr` int64 [rows, stop_ids], padded with -1.
     """
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + index)
@@ -181,14 +181,8 @@ def penalize(
     places: torch.Tensor,
     penalties: torch.Tensor,
 ) -> None:
-    """Apply penalties to some rows of `scores`, in place.
-
-    Args:
-        scores: float32 [rows, vocab], contiguous.
-        rows, places: int64 [penalized], rows of `scores` and of `counts`.
-        counts: int32 [slots, vocab], twice the occurrences in the output, plus one for tokens of the prompt.
-        penalties: float32 [penalized, 3]: repetition, frequency, presence.
-    """
+    """Apply penalties to some rows of `scores` [rows, vocab], contiguous, in place; arguments as of
+    `_penalize`: rows and places int64, `counts` int32, penalties float32."""
     size = scores.shape[1]
     grid = len(rows), -(-size // BLOCK.value)
     _penalize[grid](scores, rows, counts, places, penalties, size, num_warps=8)
@@ -201,14 +195,8 @@ def constrain(
     words: torch.Tensor,
     stop_ids: torch.Tensor,
 ) -> None:
-    """Apply token bitmasks to some rows of `scores`, in place.
-
-    Args:
-        scores, logits: float32 [rows, vocab], contiguous; `logits` are the model's raw logits.
-        rows: int64 [masked].
-        words: int32 [masked, ceil(vocab / 32)]; bit i % 32 of word i // 32 is set where token i is allowed.
-        stop_ids: int64 [masked, stop_ids], padded with -1: restored where no token is left.
-    """
+    """Apply token bitmasks to some rows of `scores` [rows, vocab], contiguous, in place; arguments as of
+    `_constrain`: bit i % 32 of word i // 32 is set where token i is allowed."""
     given, sizes = (scores, logits, rows, words, stop_ids), (scores, words, stop_ids)
     most = triton.next_power_of_2(max(LEAST_STOP_IDS, stop_ids.shape[1]))
     _constrain[(len(rows),)](*given, *(x.shape[1] for x in sizes), STOP_IDS=most, num_warps=8)

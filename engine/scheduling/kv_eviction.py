@@ -29,8 +29,7 @@ class KvEviction:
     Attributes:
         observation_window: snapkv: the last tokens of the prompt, whose queries vote on the keys before them.
 
-    Raises:
-        BadInput: a budget below a block, or one that leaves SnapKV nothing but its observation window.
+    Raises BadInput: a budget below a block, or one that leaves SnapKV nothing but its observation window.
     """
 
     method: str

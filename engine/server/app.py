@@ -50,10 +50,8 @@ def create_app(
     a pooling config embeds.
 
     The application's lifespan starts the engine thread; from then on nothing else may touch `engine`.
-    `app.state.loop` is the `EngineLoop`, `app.state.service` the endpoints' shared `Service`.
-
-    Raises:
-        BadInput: an unknown parser.
+    `app.state.loop` is the `EngineLoop`, `app.state.service` the endpoints' shared `Service`. Raises
+    `BadInput`: an unknown parser.
     """
     options = options or ServerOptions()
     loop = EngineLoop(engine, options)

@@ -68,15 +68,9 @@ class BatchFile:
 
 
 def read_batch(path: Path, models: Collection[str], answered_by: str) -> BatchFile:
-    """Read a batch file and check each line.
-
-    Args:
-        models: names that a body may give as its `model`.
-        answered_by: digest of the model and of the options that change its answers.
-
-    Raises:
-        BadInput: no such file, or the first line with a fault.
-    """
+    """Read a batch file and check each line. `models` are names that a body may give as its `model`,
+    `answered_by` is the digest of the model and of the options that change its answers. Raises `BadInput`: no
+    such file, or the first line with a fault."""
     requests: list[BatchRequest] = []
     line_of: dict[str, int] = {}
     start = 0
@@ -150,14 +144,9 @@ too little of it can be resumed with other ones."""
 
 
 def digest_of(model: Path, config: EngineConfig, for_app: Mapping[str, Any]) -> str:
-    """The digest.
-
-    The checkpoint is told by names, sizes and times of its files: weights of many GiB are not read for it.
-
-    Args:
-        model: a folder or a GGUF file.
-        for_app: served name, chat template and parsers.
-    """
+    """Digest of a model (a folder or a GGUF file) and of the options that change answers; `for_app` are the
+    served name, chat template and parsers. The checkpoint is told by names, sizes and times of its files:
+    weights of many GiB are not read for it."""
     options = {name: getattr(config, name) for name in ANSWER_OPTIONS}
     loras = {name: _files(Path(folder)) for name, folder in config.loras.items()}
     facts = {"files": _files(model), "loras": loras, "options": options, **for_app}

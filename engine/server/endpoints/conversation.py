@@ -130,11 +130,8 @@ async def converse(
 
 
 class ConversationResponse(Generation):
-    """The only output of a request as events of text, reasoning and calls, which an API writes in its shapes.
-
-    Args:
-        has_reasoning: True if the client asked for the reasoning; else it is left out.
-    """
+    """The only output of a request as events of text, reasoning and calls, which an API writes in its shapes;
+    without `has_reasoning` the client did not ask for the reasoning, and it is left out."""
 
     def __init__(
         self, context: ResponseContext, form: OutputFormat, *, has_reasoning: bool = True

@@ -212,8 +212,7 @@ class ServerOptions:
         max_connections, max_waiting: limits beyond which a client gets 503 and 429.
         admin_api_key: another key, or one of `api_keys`; None makes each of `api_keys` an admin.
 
-    Raises:
-        BadInput: a number out of range, a key or an origin of another form, or options that contradict.
+    Raises `BadInput`: a number out of range, a key or an origin of another form, or options that contradict.
     """
 
     PANEL: ClassVar = "Protection"
