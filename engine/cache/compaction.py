@@ -116,8 +116,7 @@ class Evictor:
 
 def _of(row: ScheduledRow, before: Mapping[str, SequenceScores]) -> SequenceScores | None:
     """Scores of a row's sequence up to `start`, or a copy of those of the sequence that it forked from."""
-    start = row.start - row.num_evicted
-    at = start, row.num_evicted
+    at = row.start - row.num_evicted, row.num_evicted
     scores = before.get(row.sequence_id)
     if scores is not None and (scores.num_slots, scores.num_evicted) == at:
         return scores

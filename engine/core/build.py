@@ -374,8 +374,7 @@ class _Builder:
             self.config.tensor_parallel_size,
         )
         # Not with the weights: what is not allocated yet would be taken off the other processes' share.
-        cache_bytes = loaded.images.cache_bytes
-        return budget if memory is None else budget.less("encoder cache", cache_bytes)
+        return budget if memory is None else budget.less("encoder cache", loaded.images.cache_bytes)
 
     def _profile(self) -> None:
         runner = self.open_runner(self.open_cache(PROFILE_BLOCKS))

@@ -216,8 +216,7 @@ class DecodeInputs:
             places, columns, blocks = zip(*begun, strict=True)
             at = [row * width + column for row, column in zip(places, columns, strict=True)]
             new_slots = [block * self._block_size for block in blocks]
-            lists = [at, blocks, places, new_slots]
-            at, block_ids, of_rows, slots = packed(lists, self._device)
+            at, block_ids, of_rows, slots = packed([at, blocks, places, new_slots], self._device)
             self._tables.view(-1).index_copy_(0, at, block_ids)
             self._slots.index_copy_(0, of_rows, slots)
 

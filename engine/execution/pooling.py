@@ -177,8 +177,7 @@ def _classifier(folder: Path, config: dict[str, Any]) -> Scorer:
     if head.shape[1] != config.get("hidden_size"):
         raise BadInput(f"{folder}: score.weight takes {head.shape[1]} inputs, not hidden_size")
     bias = float(checkpoint.tensor("score.bias")) if "score.bias" in checkpoint.shard_of else 0.0
-    sigmoid = _wants_sigmoid(folder, config)
-    return Scorer(PoolingParams("last"), head[0].numpy(), bias, sigmoid)
+    return Scorer(PoolingParams("last"), head[0].numpy(), bias, _wants_sigmoid(folder, config))
 
 
 def _wants_sigmoid(folder: Path, config: dict[str, Any]) -> bool:

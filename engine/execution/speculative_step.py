@@ -141,8 +141,7 @@ class SpeculativeDecoding:
             result.tokens[row.sequence_id] = tokens
             result.logprobs[row.sequence_id] = [next(scored) for _ in tokens]
         for verified in layout.speculative.values():
-            num_accepted = len(result.tokens[verified.row.sequence_id]) - 1
-            verified.accepted = list(range(num_accepted))
+            verified.accepted = list(range(len(result.tokens[verified.row.sequence_id]) - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,8 +154,7 @@ class StepLayout:
             draft = drafts.get(row.sequence_id)
             if draft is not None:
                 run = run._replace(token_ids=[*row.token_ids, *draft.token_ids], tree=draft.tree)
-                verified = SpeculativeRow(row, draft, begin + row.num_tokens)
-                speculative[row.sequence_id] = verified
+                speculative[row.sequence_id] = SpeculativeRow(row, draft, begin + row.num_tokens)
             begins.append(begin)
             runs.append(run)
             begin += len(run.token_ids)
@@ -183,8 +182,7 @@ class StepLayout:
         """Indices of the tokens whose logits are needed: once per sample, and once per draft token."""
         ends: list[int] = []
         for row, begin in zip(self.rows, self.begins, strict=True):
-            last = begin + row.num_tokens - 1
-            ends += [last] * row.num_samples
+            ends += [begin + row.num_tokens - 1] * row.num_samples
             if (verified := self.speculative.get(row.sequence_id)) is not None:
                 ends += range(verified.first, verified.first + len(verified.draft.token_ids))
         return ends

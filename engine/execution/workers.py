@@ -150,8 +150,7 @@ def open_shards(
         raise BadInput(
             f"tensor_parallel_size = {size}: this machine has {torch.cuda.device_count()} CUDA devices"
         )
-    setup = ShardSetup(0, size, folder, options, machine(), config.num_threads)
-    workers = Workers(setup)
+    workers = Workers(ShardSetup(0, size, folder, options, machine(), config.num_threads))
     try:
         model, longest = open_model(checkpoint, options, Shard(0, size, workers.group))
         workers.wait_until_loaded()

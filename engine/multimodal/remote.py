@@ -107,8 +107,7 @@ class _CheckedBackend(httpcore.NetworkBackend):
 
     def connect_tcp(self, host: str, port: int, *_: Any, **__: Any) -> httpcore.NetworkStream:
         address = checked_address(host, port, self._domains)
-        left = _left(self._deadline)
-        stream = self._backend.connect_tcp(str(address), port, timeout=left)
+        stream = self._backend.connect_tcp(str(address), port, timeout=_left(self._deadline))
         return _DeadlineStream(stream, self._deadline)
 
 
@@ -133,8 +132,7 @@ class _DeadlineStream(httpcore.NetworkStream):
         server_hostname: str | None = None,
         timeout: float | None = None,
     ) -> httpcore.NetworkStream:
-        left = _left(self._deadline)
-        secured = self._stream.start_tls(ssl_context, server_hostname, left)
+        secured = self._stream.start_tls(ssl_context, server_hostname, _left(self._deadline))
         return _DeadlineStream(secured, self._deadline)
 
     def get_extra_info(self, info: str) -> Any:

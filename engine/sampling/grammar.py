@@ -102,8 +102,7 @@ class GrammarCompiler:
             for index, token in added.items()
             if self._tokens.is_special_token(index)
         }
-        ends = {*end_token_ids}
-        self._ends = [text for text, token in self._special.items() if token in ends]
+        self._ends = [text for text, token in self._special.items() if token in end_token_ids]
         self._num_words = -(-vocab_size // 32)
         self._compiled: OrderedDict[str, tuple[LLMatcher, int]] = OrderedDict()
         self._lock = Lock()

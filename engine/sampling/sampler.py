@@ -77,8 +77,7 @@ def _trial(kernel_query: SamplingKernelQuery) -> Trial[Callable[[], SamplingKern
         SamplingParams(temperature=1.3, top_p=0.7, min_p=0.01),
         SamplingParams(repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3),
     ]
-    known = [5, 7, 7, 9]
-    rows = [SamplingRow(p, 3, known, 2, suppressed_ids=frozenset({11})) for p in params]
+    rows = [SamplingRow(p, 3, [5, 7, 7, 9], 2, suppressed_ids=frozenset({11})) for p in params]
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(len(rows), TRIED_VOCAB, generator=generator)
     logits = logits.to(kernel_query.device)

@@ -311,8 +311,7 @@ def _settings(
     floats, integers = [], []
     for row in rows:
         params = row.params
-        temperature = 0.0 if params.is_greedy else params.temperature
-        floats.append((temperature, params.min_p, params.top_p))
+        floats.append((0.0 if params.is_greedy else params.temperature, params.min_p, params.top_p))
         integers.append((_wrapped(row.seed), row.position, max(0, params.top_k)))
     return _floats(floats, device), _integers(integers, device)
 

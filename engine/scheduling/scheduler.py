@@ -170,8 +170,7 @@ class Scheduler:
         if not (self._goes_on and whole and is_decode_batch(rows)):
             return rows
         requests = [self._requests[row.sequence_id] for row in rows]
-        size = self.config.block_size
-        self._decode = DecodeSchedule(requests, rows, self.pool, self.cache, size)
+        self._decode = DecodeSchedule(requests, rows, self.pool, self.cache, self.config.block_size)
         return self._decode.first_rows
 
     def update(
@@ -412,8 +411,7 @@ class Scheduler:
         if not has_room or self.pool.num_free < bool(partial):
             self._enqueue(child)
             return child
-        shared = parent.block_ids[:num_full]
-        child.block_ids = list(shared)
+        child.block_ids = parent.block_ids[:num_full]
         child.evicted, child.num_evicted_tokens = parent.evicted, parent.num_evicted_tokens
         self.pool.share(child.held_block_ids)
         if partial:

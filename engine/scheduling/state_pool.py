@@ -153,8 +153,7 @@ class StatePool(SchedulerExtension):
         if num_blocks * self._block_size <= request.num_prompt_tokens:
             return
         if len(request.block_hashes) >= num_blocks and self._checkpoint(request, num_blocks):
-            checkpoint = self._saved.pop(request.block_hashes[num_blocks - 1])
-            self._unused.append(checkpoint.slot)
+            self._unused.append(self._saved.pop(request.block_hashes[num_blocks - 1]).slot)
 
     def _checkpoint(self, request: Request, num_blocks: int) -> _Checkpoint | None:
         """The state behind the first blocks of a sequence, whose tokens are compared as the blocks' are."""

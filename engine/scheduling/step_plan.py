@@ -213,8 +213,7 @@ class DecodeRows(Sequence[ScheduledRow]):
         """The token of each row; of a step without placeholders."""
         if self._sampled is not None:
             return self._sampled
-        step = self.step
-        return [row.tokens.booked[row.start + step] for row in self.batch.rows]
+        return [row.tokens.booked[row.start + self.step] for row in self.batch.rows]
 
     def resolved(self, sampled: Mapping[str, Sequence[int]]) -> DecodeRows:
         tokens = [sampled[name][0] for name in self.batch.names]

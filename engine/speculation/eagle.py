@@ -159,8 +159,7 @@ class EagleHead:
         weights, positions = self._weights, inputs.positions
         attend = self._attend.of(inputs.batch)
         step = Step(inputs, positions, self._rotary_embedding.of(positions), attend)
-        tokens = weights.embedding(inputs.token_ids)
-        hidden, read = weights.input_fusion(tokens, before)
+        hidden, read = weights.input_fusion(weights.embedding(inputs.token_ids), before)
         hidden = hidden + weights.attention(read, step, caches[0])
         return hidden + weights.mlp(weights.mlp_norm(hidden))
 

@@ -307,8 +307,7 @@ class MedusaProposer(Proposer):
         expansions = [TreeExpansion(row, self._width) for row in known]
 
         def logits(active: Sequence[TreeExpansion]) -> torch.Tensor:
-            hidden = self._last_hidden([tree.row for tree in active])
-            by_row = self._heads[active[0].level](hidden)
+            by_row = self._heads[active[0].level](self._last_hidden([tree.row for tree in active]))
             of_nodes = [index for index, tree in enumerate(active) for _ in tree.frontier]
             return by_row.index_select(0, packed([of_nodes], by_row.device)[0])
 

@@ -192,8 +192,7 @@ class PoolingTasks:
             raise self._cannot("is a sequence classifier and generates no text: ask /v1/score")
 
     def _cannot(self, reason: str) -> ApiError:
-        message = f"{self.model_name} {reason}"
-        return ApiError(400, message, param="model", code="unsupported_model")
+        return ApiError(400, f"{self.model_name} {reason}", param="model", code="unsupported_model")
 
 
 def pooling_tasks(engine: Engine, model_name: str, pooling_type: str | None) -> PoolingTasks:

@@ -149,8 +149,7 @@ class ChoicesResponse(Generation):
                     continue
                 started.add(choice)
                 write = partial(self.part, choice, job, delta, first=True)
-                weight = self.weight(job)
-                part = await self.run(weight, lambda write=write: compact_json(write()))
+                part = await self.run(self.weight(job), lambda write=write: compact_json(write()))
                 yield begin + part + end
             if options.include_usage:
                 last = self._envelope(self.chunk_name, []) | {"usage": self._usage.whole()}

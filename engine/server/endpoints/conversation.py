@@ -49,8 +49,7 @@ async def render(
     if not urls:
         return PreparedPrompt(await text.encode_chat(messages, tools, options), NO_IMAGES)
     service.images.check(len(urls))
-    rendered = await text.render_chat(messages, tools, options)
-    return await service.images.prepare(rendered, urls)
+    return await service.images.prepare(await text.render_chat(messages, tools, options), urls)
 
 
 async def prepare(
@@ -158,8 +157,7 @@ class ConversationResponse(Generation):
             self.completion.extend(output)
             self.usage.take(output)
             events = self.parser.feed(output.new_text, is_last=output.finish_reason is not None)
-            shows = self._has_reasoning
-            yield output, [e for e in events if shows or not isinstance(e, Reasoning)]
+            yield output, [e for e in events if self._has_reasoning or not isinstance(e, Reasoning)]
 
     async def parsed(self) -> Parsed:
         parsed = Parsed()

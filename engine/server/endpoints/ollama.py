@@ -280,8 +280,7 @@ async def answer(service: Service, body: OllamaChat | OllamaGenerate, request: R
         prepared = Asked(request, plain, params, prompts, ID_PREFIX, arrival_seconds)
         form = OutputFormat()
     else:
-        translate = partial(body.chat_request, service.max_model_len)
-        chat = await service.off_loop(request, translate)
+        chat = await service.off_loop(request, partial(body.chat_request, service.max_model_len))
         prepared, form = await prepare(service, request, chat, ID_PREFIX)
     contents, how = message_of, {"has_reasoning": body.think is not False}
     if isinstance(body, OllamaGenerate):
@@ -298,8 +297,7 @@ def _is_plain(service: Service, body: OllamaGenerate) -> bool:
     """True if the prompt stands as it is: raw, or because the model has no template to put it in."""
     if (body.suffix or body.template) and body.images:
         raise bad_field("images", "only through the chat template: not with suffix or template")
-    has_no_template = service.text.template_source == "plain"
-    is_plain = has_no_template and not (body.system or body.images)
+    is_plain = service.text.template_source == "plain" and not (body.system or body.images)
     return body.raw or is_plain or bool(body.suffix or body.template)
 
 

@@ -214,8 +214,7 @@ def add_tokens(app: FastAPI, service: Service, vocab_size: int) -> None:
             (tokens,) = await service.text.encode([body.prompt], **special)
         else:
             options = {**body.prompt_end, **(body.chat_template_kwargs or {})}
-            prompt = await render(service, body.messages, body.tools or (), options)
-            tokens = prompt.token_ids
+            tokens = (await render(service, body.messages, body.tools or (), options)).token_ids
         names = [service.text.token(token).name for token in tokens]
         counts = {"count": len(tokens), "max_model_len": max_model_len}
         return {**counts, "tokens": tokens, "token_strs": names if body.return_token_strs else None}

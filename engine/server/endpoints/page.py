@@ -62,8 +62,7 @@ def snapshot(engine: Engine, metrics: ServerMetrics) -> dict[str, Any]:
     """Requests, blocks, counters and histograms; no text. Must run on the engine thread."""
     scheduler, now = engine.scheduler, time.perf_counter()
     pool, stats = scheduler.pool, engine.stats
-    requests = list(scheduler.requests())
-    waiting = [r for r in requests if r.status is RequestStatus.WAITING]
+    waiting = [r for r in scheduler.requests() if r.status is RequestStatus.WAITING]
     ttft = metrics.distributions.time_to_first_token_seconds
     itl = metrics.distributions.inter_token_latency_seconds
     return {

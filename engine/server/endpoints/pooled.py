@@ -153,8 +153,7 @@ async def _scores(
     if scorer is not None:
         prompts = await service.text.encode_pairs(pairs, scorer.template, max_tokens=limit)
         response = await pool(service, request, body, prompts, scorer.pooling, id_prefix)
-        activated = body.use_activation
-        return response, [scorer.score(vector, activated) for vector in response.vectors]
+        return response, [scorer.score(vector, body.use_activation) for vector in response.vectors]
     params = service.pooling.embedder().params
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     prompts = await service.text.encode(texts, max_tokens=limit)

@@ -235,8 +235,7 @@ class Service:
             )
             for index, token_ids in enumerate(prompts)
         ]
-        num_sequences = len(jobs) * params.num_sequences
-        record.hold("sequences", num_sequences, self.loop.max_sequences_of_key)
+        record.hold("sequences", len(jobs) * params.num_sequences, self.loop.max_sequences_of_key)
         stream = await self.loop.submit(jobs)
         record.response_id, record.model, record.stream = response_id, name, stream
         return ResponseContext(response_id, name, int(time.time()), stream)

@@ -184,8 +184,7 @@ class Tokenization:
         def encode() -> list[int]:
             text = self._render_chat(messages, tools, options or {})
             # The model's template renders special tokens itself.
-            is_plain = self.template_source == "plain"
-            return self._encode_text(text, size, add_special_tokens=is_plain)
+            return self._encode_text(text, size, add_special_tokens=self.template_source == "plain")
 
         return await self._workers.run(size, encode)
 

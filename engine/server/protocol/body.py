@@ -25,8 +25,7 @@ def parsed(model: type[Model], body: bytes) -> Model:
     was_enabled = gc.isenabled()
     gc.disable()  # it would look through the new lists again and again
     try:
-        value = read_json(body)
-        return _validator(model).validate_python(value)
+        return _validator(model).validate_python(read_json(body))
     except ValidationError as error:
         raise as_api_error(error) from None
     finally:

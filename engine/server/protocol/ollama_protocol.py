@@ -171,8 +171,7 @@ class OllamaRequest(BaseModel):
         if isinstance(self.think, str):
             fields["reasoning_effort"] = self.think
         elif self.think is not None:
-            options = {"enable_thinking": self.think, "thinking": self.think}
-            fields["chat_template_kwargs"] = options
+            fields["chat_template_kwargs"] = {"enable_thinking": self.think, "thinking": self.think}
         scored = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         chat_fields = {**fields, **scored, "messages": messages, "tools": tools or None}
         return ChatRequest.model_validate(chat_fields | continued(messages))
@@ -257,8 +256,7 @@ class OllamaGenerate(OllamaRequest):
         """The prompt as a user's message; raises as `chat`."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         content = _with_images(self.prompt, self.images)
-        messages = [*system, {"role": "user", "content": content}]
-        return self.chat(messages, max_model_len, None)
+        return self.chat([*system, {"role": "user", "content": content}], max_model_len, None)
 
     def raw_request(self, max_model_len: int) -> RawRequest:
         num_scored = (self.top_logprobs or 0) if self.logprobs else None

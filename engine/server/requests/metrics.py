@@ -171,8 +171,7 @@ class ServerMetrics:
             num_computed = output.num_prompt_tokens - output.num_cached_tokens
             histograms.request_prefill_kv_computed_tokens.observe(num_computed)
             if not is_pooled:
-                ttft = times.first_token - times.arrival
-                histograms.time_to_first_token_seconds.observe(ttft)
+                histograms.time_to_first_token_seconds.observe(times.first_token - times.arrival)
             histograms.request_queue_time_seconds.observe(times.first_scheduled - times.arrival)
             prefill = times.first_token - times.first_scheduled
             histograms.request_prefill_time_seconds.observe(prefill)

@@ -90,8 +90,7 @@ class RequestMiddleware:
             raise ApiError(
                 503, "too many connections", code="too_many_connections", headers=headers
             )
-        limit = self._options.share_of_key(self._options.max_connections)
-        record.hold("open requests", 1, limit)
+        record.hold("open requests", 1, self._options.share_of_key(self._options.max_connections))
 
     def _check_host(self, scope: Scope) -> None:
         host = Headers(scope=scope).get("host", "").lower()
@@ -167,8 +166,7 @@ class RequestMiddleware:
                     record.hold("bytes of bodies", len(chunk), BODIES_PER_KEY * max_bytes)
                     has_more = message.get("more_body", False)
         except TimeoutError:
-            seconds = self._options.body_timeout_seconds
-            problem = f"the request was not complete after {seconds:g} s"
+            problem = f"the request was not complete after {self._options.body_timeout_seconds:g} s"
             raise ApiError(408, problem, code="timeout") from None
         except zlib.error as error:
             raise ApiError(400, f"the body is not gzip: {error}") from None
