@@ -30,6 +30,7 @@ from ..model.layers.spec import KvLayout
 from ..model.layers.state import StateCache
 from ..planner.cache_size import CacheRequest, KvCacheBudget, size_cache
 from ..scheduling.block_pool import NULL_BLOCK
+from ..scheduling.scheduler_config import SchedulerConfig
 from ..scheduling.step_plan import BlockCopies
 
 _STORED: dict[str, CacheDtype] = {
@@ -87,18 +88,17 @@ def kv_block_bytes(layouts: Sequence[KvLayout], dtype: CacheDtype, block_size: i
 
 def choose_num_blocks(
     config: EngineConfig,
+    limits: SchedulerConfig,
     layouts: Sequence[KvLayout],
-    block_size: int,
-    max_model_len: int,
-    max_num_seqs: int,
     dtype: CacheDtype,
-    profile_kv_cache_budget: Callable[[], KvCacheBudget],
+    profiled_budget: Callable[[], KvCacheBudget],
 ) -> int:
     """Number of blocks of the KV cache, the null block included, by the planner's rule. `layouts` are this
-    rank's, `max_model_len` the most tokens of a sequence that stay. BadInput: the memory, profiled if no size
-    is set, does not hold a sequence."""
+    rank's. BadInput: the memory, profiled if no size is set, does not hold a sequence."""
+    block_size, most_blocks = limits.block_size, limits.max_blocks(limits.max_model_len)
+    max_model_len = min(limits.max_model_len, most_blocks * block_size)  # tokens that stay
     if not layouts:  # constant states only: a block is an entry of block tables, without memory
-        whole = -(-max_model_len // block_size) * max_num_seqs
+        whole = -(-max_model_len // block_size) * limits.max_num_seqs
         return (config.num_blocks or min(whole, _MOST_EMPTY_BLOCKS)) + 1
     num_ranks, memory = config.tensor_parallel_size, config.kv_cache_memory_bytes
     layers = _Layers(sum(layout.num_elements for layout in layouts))
@@ -107,11 +107,11 @@ def choose_num_blocks(
         bytes_per_element=Fraction(block_bytes, block_size * layers.num_elements),
         block_size=block_size,
         max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=limits.max_num_seqs,
         memory_bytes=None if memory is None else memory // num_ranks,
         num_blocks=config.num_blocks,
     )
-    budget = KvCacheBudget(0) if request.is_fixed else profile_kv_cache_budget()
+    budget = KvCacheBudget(0) if request.is_fixed else profiled_budget()
     return size_cache(layers, request, budget).num_blocks + 1
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from ...base.errors import DoesNotFit
+from ...base.errors import BadInput, DoesNotFit
 from ...quant.source.load_processor import load_tokenizer
 from ...quant.source.models import open_checkpoint, resolve_model
 from ..base.device import choose_device, choose_dtype, enter_device, say_on_cpu
+from ..base.host import available_memory_bytes
 from ..cache.compaction import Evictor
 from ..cache.kv_cache import (
     KvCache,
@@ -33,7 +34,6 @@ from ..execution.start_up import (
     PROFILE_BLOCKS,
     explaining_out_of_memory,
     memory_of,
-    profile_kv_cache_budget,
     profile_run,
     warm_up,
 )
@@ -53,6 +53,7 @@ from ..planner.cache_size import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
+    DEFAULT_UTILIZATION,
     KvCacheBudget,
     StateSlots,
     size_states,
@@ -338,7 +339,6 @@ class _Builder:
     def sizes(self) -> tuple[StateSlots, int]:
         """State slots, and KV blocks with the null block, by the config or a profile run."""
         config, loaded, limits = self.config, self.loaded, self.limits
-        longest = limits.max_blocks(loaded.max_model_len) * limits.block_size
         budget = cache(self._kv_cache_budget)
         is_fixed = config.num_blocks is not None or config.kv_cache_memory_bytes is not None
         slot_bytes = state_bytes_per_sequence(loaded.model.state_layouts)
@@ -351,10 +351,8 @@ class _Builder:
             )
             num_blocks = choose_num_blocks(
                 config,
+                limits,
                 self.layouts,
-                limits.block_size,
-                min(loaded.max_model_len, longest),
-                limits.max_num_seqs,
                 self.dtype,
                 lambda: budget().less("states", slots.num_bytes),
             )
@@ -363,18 +361,26 @@ class _Builder:
         return slots, num_blocks
 
     def _kv_cache_budget(self) -> KvCacheBudget:
-        loaded, memory = self.loaded, memory_of(self.loaded.device)
-        budget = profile_kv_cache_budget(
-            memory,
-            self.config.gpu_memory_utilization,
-            loaded.model.bytes_held
-            + (loaded.draft.bytes_held if loaded.draft else 0)
-            + loaded.images.bytes_held,
-            self._profile,
-            self.config.tensor_parallel_size,
-        )
+        """Budget of one of the ranks, by a profile run on a GPU. BadInput: utilization of a CPU."""
+        loaded, utilization = self.loaded, self.config.gpu_memory_utilization
+        if (memory := memory_of(loaded.device)) is None:
+            if utilization is not None:
+                raise BadInput(
+                    f"gpu_memory_utilization = {utilization} is for CUDA: on a CPU give the size of the KV "
+                    "cache"
+                )
+            return KvCacheBudget.on_cpu(
+                available_memory_bytes() // self.config.tensor_parallel_size
+            )
+        activations = memory.peak_of(self._profile)
+        free, total = memory.free_and_total()
+        share = DEFAULT_UTILIZATION if utilization is None else utilization
+        weights = loaded.model.bytes_held + loaded.images.bytes_held
+        weights += loaded.draft.bytes_held if loaded.draft else 0
+        others = max(0, total - free - weights)
+        budget = KvCacheBudget.on_cuda(total, share, weights, activations, others)
         # Not with the weights: what is not allocated yet would be taken off the other processes' share.
-        return budget if memory is None else budget.less("encoder cache", loaded.images.cache_bytes)
+        return budget.less("encoder cache", loaded.images.cache_bytes)
 
     def _profile(self) -> None:
         runner = self.open_runner(self.open_cache(PROFILE_BLOCKS))

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...base.errors import BadInput, DoesNotFit
+from ...base.errors import DoesNotFit
 from ..base.host import available_memory_bytes
 from ..base.sampling_params import SamplingParams
 from ..base.units import format_gib
-from ..planner.cache_size import DEFAULT_UTILIZATION, KvCacheBudget
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.request import TokenView
 from ..scheduling.scheduler_config import SchedulerConfig
@@ -85,27 +84,6 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
     if device.type == "mps":
         return MpsMemory()
     return CudaMemory(device) if device.type == "cuda" else None
-
-
-def profile_kv_cache_budget(
-    memory: DeviceMemory | None,
-    utilization: float | None,
-    weight_bytes: int,
-    profile_step: Callable[[], object],
-    num_processes: int,
-) -> KvCacheBudget:
-    """KV-cache budget of one of `num_processes` on a host or a device. BadInput: utilization of a CPU."""
-    if memory is None:
-        if utilization is not None:
-            raise BadInput(
-                f"gpu_memory_utilization = {utilization} is for CUDA: on a CPU give the size of the KV cache"
-            )
-        return KvCacheBudget.on_cpu(available_memory_bytes() // num_processes)
-    activations = memory.peak_of(profile_step)
-    free, total = memory.free_and_total()
-    share = DEFAULT_UTILIZATION if utilization is None else utilization
-    other_processes = max(0, total - free - weight_bytes)
-    return KvCacheBudget.on_cuda(total, share, weight_bytes, activations, other_processes)
 
 
 def profile_run(runner: ModelRunner, limits: SchedulerConfig) -> None:

@@ -188,37 +188,6 @@ def chat_logprobs(text: Tokenization, scored: Iterable[TokenLogprobs]) -> dict[s
     return {"content": content}
 
 
-def completion_logprobs(
-    text: Tokenization,
-    token_ids: Sequence[int],
-    scored: Sequence[TokenLogprobs | None],
-    offset: int,
-    name: Callable[[int], str],
-    num_top: int,
-) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion; `offset` is the text offset of the first token. The first token
-    of a prompt has no log-probability: its entries are null. The sampled token is always among the
-    candidates, so there may be one more of them than the `num_top` requested."""
-    offsets: list[int] = []
-    for token_id in token_ids:
-        offsets.append(max(offset, 0))
-        offset += text.token(token_id).length
-
-    def candidates(token: TokenLogprobs) -> dict[str, float]:
-        named: dict[str, float] = {}
-        for token_id, logprob in (*token.top[:num_top], (token.token_id, token.logprob)):
-            # Different tokens may decode to the same text; the most likely one keeps the name.
-            named.setdefault(name(token_id), max(logprob, LOWEST))
-        return named
-
-    return {
-        "tokens": [name(token_id) for token_id in token_ids],
-        "token_logprobs": [None if s is None else max(s.logprob, LOWEST) for s in scored],
-        "top_logprobs": [None if s is None else candidates(s) for s in scored],
-        "text_offset": offsets,
-    }
-
-
 def prompt_logprobs(
     text: Tokenization, scored: Sequence[TokenLogprobs | None], num_top: int
 ) -> bytes:
@@ -297,20 +266,42 @@ class CompletionResponse(ChoicesResponse):
                 prompt = self._context.stream.jobs[job].token_ids
                 # Counted back from the end of the prompt: its first word may have been tokenized with a
                 # space that its text does not have.
-                self._offsets[choice] = len(self._echoed[job]) - self._length(prompt)
+                length = sum(self._text.token(token_id).length for token_id in prompt)
+                self._offsets[choice] = len(self._echoed[job]) - length
                 token_ids = [*prompt, *token_ids]
                 scores = [*self._prompt_scores[job], *scores]
         logprobs = None
         if scores is not None:
-            offset, num_top = self._offsets.get(choice, 0), self._body.logprobs or 0
-            parts = (token_ids, scores, offset, self._name, num_top)
-            logprobs = completion_logprobs(self._text, *parts)
-            self._offsets[choice] = offset + self._length(token_ids)
+            logprobs = self._logprobs(choice, token_ids, scores)
         ending = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
         return {"index": choice, "text": text, "logprobs": logprobs, **ending}
 
-    def _length(self, token_ids: Sequence[int]) -> int:
-        return sum(self._text.token(token_id).length for token_id in token_ids)
+    def _logprobs(
+        self, choice: int, token_ids: Sequence[int], scored: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
+        """`choices[].logprobs`, whose text offsets go on from the choice's part before. The first token of a
+        prompt has no log-probability: its entries are null. The sampled token is always among the candidates,
+        so there may be one more of them than the body requests."""
+        num_top, offset = self._body.logprobs or 0, self._offsets.get(choice, 0)
+        offsets: list[int] = []
+        for token_id in token_ids:
+            offsets.append(max(offset, 0))
+            offset += self._text.token(token_id).length
+        self._offsets[choice] = offset
+
+        def candidates(token: TokenLogprobs) -> dict[str, float]:
+            named: dict[str, float] = {}
+            for token_id, logprob in (*token.top[:num_top], (token.token_id, token.logprob)):
+                # Different tokens may decode to the same text; the most likely one keeps the name.
+                named.setdefault(self._name(token_id), max(logprob, LOWEST))
+            return named
+
+        return {
+            "tokens": [self._name(token_id) for token_id in token_ids],
+            "token_logprobs": [None if s is None else max(s.logprob, LOWEST) for s in scored],
+            "top_logprobs": [None if s is None else candidates(s) for s in scored],
+            "text_offset": offsets,
+        }
 
 
 class ChatResponse(ChoicesResponse):
