@@ -46,12 +46,8 @@ def _fetch_samples(
     rows: Sequence[ScheduledRow], draw: Draw, result: StepResult, timer: StepTimer
 ) -> StepResult:
     with timer("fetch_tokens"):
-        tokens, logprobs = draw.result()
-    begin = 0
-    for row in rows:
-        name, end = row.sequence_id, begin + row.num_samples
-        result.tokens[name], result.logprobs[name] = tokens[begin:end], logprobs[begin:end]
-        begin = end
+        samples = draw.result()
+    result.add_samples(rows, *samples)
     return result
 
 

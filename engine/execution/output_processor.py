@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from ..base.sampling_params import SamplingParams
@@ -54,14 +56,7 @@ class OutputProcessor:
         self, plan: StepPlan, result: StepResult, tokens: list[Token]
     ) -> list[RequestOutput]:
         """Deltas of the tokens of a step, one per sequence, and the prompts that it pooled."""
-        runs: list[list[Token]] = []
-        before = None
-        for token in tokens:
-            if token.request is before:
-                runs[-1].append(token)
-            else:
-                runs.append([token])
-                before = token.request
+        runs = [list(run) for _, run in groupby(tokens, attrgetter("request"))]
         names, logprobs = plan.sequence_ids, result.logprobs
         outputs = [self._output(run, logprobs.get(names[run[0].row])) for run in runs]
         return outputs if self._pooled is None else outputs + self._pooled.outputs(plan)

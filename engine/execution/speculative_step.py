@@ -76,13 +76,7 @@ class SpeculativeDecoding:
             begin = begins[row.sequence_id]
             indices += range(begin, begin + row.num_samples)
             sampling += sampling_rows(row, self._eos_token_ids)
-        tokens, logprobs = self._sample(logits, indices, sampling)
-        begin = 0
-        for row in layout.sampled_rows:
-            end = begin + row.num_samples
-            result.tokens[row.sequence_id] = tokens[begin:end]
-            result.logprobs[row.sequence_id] = logprobs[begin:end]
-            begin = end
+        result.add_samples(layout.sampled_rows, *self._sample(logits, indices, sampling))
         active = [*layout.speculative.values()]
         while active := [r for r in active if r.accept(result.tokens[r.row.sequence_id][-1])]:
             indices = [begins[r.row.sequence_id] + 1 + r.accepted[-1] for r in active]

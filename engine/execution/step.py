@@ -223,6 +223,20 @@ class StepResult:
     draft_depths: dict[str, int] = field(default_factory=dict)
     replayed: bool = False
 
+    def add_samples(
+        self,
+        rows: Sequence[ScheduledRow],
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+    ) -> None:
+        """Add the samples of rows, `num_samples` of each in the rows' order."""
+        begin = 0
+        for row in rows:
+            samples = slice(begin, begin + row.num_samples)
+            self.tokens[row.sequence_id] = [*tokens[samples]]
+            self.logprobs[row.sequence_id] = [*logprobs[samples]]
+            begin += row.num_samples
+
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:

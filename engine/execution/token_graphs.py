@@ -79,7 +79,7 @@ class TokenGraphs:
         self,
         runs: Sequence[Run],
         aux_hidden_state_layers: tuple[int, ...] = (),
-        fill_placeholders: Callable[[torch.Tensor], None] | None = None,
+        fill_placeholders: Callable[[torch.Tensor], object] | None = None,
         adapter_slots: Sequence[int] = (),
     ) -> Forward | None:
         """Fill the static inputs with a step's values; None if the step is not one that is captured.
@@ -199,17 +199,13 @@ class DraftGraphs:
 
     def _prepare(self, runs: Sequence[Run], token_ids: torch.Tensor | None) -> Forward | None:
         """Put the inputs of a pass in place; None if it is not captured."""
-
-        def fill(to: torch.Tensor) -> None:
-            assert token_ids is not None
-            to.copy_(token_ids)
-
         if any(len(run.token_ids) > 1 for run in runs):
-            return self._steps.prepare(runs, (), None if token_ids is None else fill)
+            fill = None if token_ids is None else lambda to: to.copy_(token_ids)
+            return self._steps.prepare(runs, (), fill)
         setting = self._setting
         inputs = step_inputs(runs, setting.block_size, setting.device, setting.dtype)
         if token_ids is not None:
-            fill(inputs.token_ids)
+            inputs.token_ids.copy_(token_ids)
         return self._decodes.prepare(inputs)
 
 
