@@ -39,8 +39,8 @@ class SequenceScores:
     """Key scores of a sequence: per layer [kv_heads, num_slots or more], after `num_evicted` tokens."""
 
     sums: list[torch.Tensor]
-    num_slots: int
-    num_evicted: int
+    num_slots: int = 0
+    num_evicted: int = 0
 
 
 class Evictor:
@@ -84,9 +84,7 @@ class Evictor:
         self.scores = {
             row.sequence_id: _of(row, self.scores)
             or SequenceScores(
-                [torch.zeros(layer.keys.num_heads, 0, device=self._device) for layer in layers],
-                0,
-                0,
+                [torch.zeros(layer.keys.num_heads, 0, device=self._device) for layer in layers]
             )
             for row, _ in spans
         }

@@ -50,10 +50,9 @@ class Workers:
             options = replace(setup.options, device=device)
             engine_end, worker_end = Pipe()
             call = f"from {__package__}.worker import main; main()"
-            command = [sys.executable, "-c", call, str(worker_end.fileno())]
             # In a new session, so that Ctrl-C reaches this process only, which then closes the pipe.
             process = subprocess.Popen(
-                [*command, str(device)],
+                [sys.executable, "-c", call, str(worker_end.fileno()), str(device)],
                 pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -85,28 +85,8 @@ T = TypeVar("T")
 WARM_UP_TOKENS = 16
 
 
-@dataclass(slots=True)
-class _EngineCall:
-    """Work of the engine's thread, whose outcome the event loop hands to the caller."""
-
-    work: Callable[[Engine], Any]
-    future: asyncio.Future[Any]
-    value: Any = None
-    error: Exception | None = None
-
-    def run(self, engine: Engine) -> None:
-        try:
-            self.value = self.work(engine)
-        except Exception as error:
-            self.error = error
-
-    def resolve(self) -> None:
-        if self.future.done():  # the caller was cancelled
-            return
-        if self.error is None:
-            self.future.set_result(self.value)
-        else:
-            self.future.set_exception(self.error)
+_EngineCall = tuple[Callable[[Engine], Any], asyncio.Future[Any]]
+"""Work of the engine's thread, and the future of its result for the caller."""
 
 
 class EngineLoop:
@@ -168,7 +148,7 @@ class EngineLoop:
         future: asyncio.Future[T] = self._event_loop.create_future()
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
-        self._inbox.put(_EngineCall(work, future))
+        self._inbox.put((work, future))
         return await future
 
     async def submit(self, jobs: Sequence[Job]) -> OutputStream:
@@ -212,7 +192,7 @@ class EngineLoop:
                     self.metrics.note_unfinished(name, "abort")
 
         if open_ids and self.unavailable is None:
-            self._inbox.put(_EngineCall(abort, self._event_loop.create_future()))
+            self._inbox.put((abort, self._event_loop.create_future()))
 
     def _hold_stream(self, stream: OutputStream) -> None:
         """Let the sequences of a stream wait for its reader, or run again."""
@@ -223,7 +203,7 @@ class EngineLoop:
             for name in names:
                 (waiting.hold if is_held else waiting.resume)(name)
 
-        self._inbox.put(_EngineCall(work, self._event_loop.create_future()))
+        self._inbox.put((work, self._event_loop.create_future()))
 
     def fail(self, reason: str) -> None:
         """Fail all pending streams and calls with `Unavailable`, and reject later ones."""
@@ -293,10 +273,11 @@ class EngineLoop:
         if stream := self._streams.get(request_id):
             stream.push(output)
 
-    def _run_calls(self, *, wait: bool) -> list[_EngineCall]:
-        """Run the calls that the inbox has by now, waiting for a first one where `wait`; returns them. Those
-        that arrive meanwhile wait for a step, which a burst of requests would put off otherwise."""
-        calls: list[_EngineCall] = []
+    def _run_calls(self, *, wait: bool) -> list[Callable[[], None]]:
+        """Run the calls that the inbox has by now, waiting for a first one where `wait`; returns functions that
+        resolve their futures, for the event loop. Calls that arrive meanwhile wait for a step, which a burst of
+        requests would put off otherwise."""
+        calls: list[Callable[[], None]] = []
         num_calls = self._inbox.qsize()
         seconds: float | None = IDLE_SECONDS
         while wait or len(calls) < num_calls:
@@ -312,13 +293,18 @@ class EngineLoop:
                 return calls
             if wait:
                 wait, num_calls = False, 1 + self._inbox.qsize()
-            call.run(self._engine)
-            calls.append(call)
+            work, future = call
+            try:
+                calls.append(partial(_resolve, future, future.set_result, work(self._engine)))
+            except Exception as error:
+                calls.append(partial(_resolve, future, future.set_exception, error))
         return calls
 
-    def _deliver(self, calls: Sequence[_EngineCall], outputs: Sequence[RequestOutput]) -> None:
-        for call in calls:
-            call.resolve()
+    def _deliver(
+        self, calls: Sequence[Callable[[], None]], outputs: Sequence[RequestOutput]
+    ) -> None:
+        for resolve in calls:
+            resolve()
         for output in outputs:
             self._push(output.request_id, output)
 
@@ -384,6 +370,11 @@ class EngineLoop:
             name = max(most, key=lambda request: request.rank).request_id
             scheduler.waiting.hold(name)
             self._aside.append(name)
+
+
+def _resolve(future: asyncio.Future[Any], setter: Callable[[Any], None], outcome: Any) -> None:
+    if not future.done():  # else the caller was cancelled
+        setter(outcome)
 
 
 def _warm_up(engine: Engine) -> None:
