@@ -10,6 +10,7 @@ import json
 import logging
 import textwrap
 import time
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from threading import Lock
@@ -266,14 +267,10 @@ class _MatcherState:
         return _MatcherState(self.matcher.deep_copy(), [*self.tokens])
 
     def num_common(self, tokens: list[int]) -> int:
-        low, high = 0, min(len(tokens), len(self.tokens))
-        if self.tokens[:high] == tokens[:high]:
-            return high
-        while low + 1 < high:
-            middle = (low + high) // 2
-            same = self.tokens[low:middle] == tokens[low:middle]
-            low, high = (middle, high) if same else (low, middle)
-        return low
+        most = min(len(tokens), len(self.tokens))
+        if self.tokens[:most] == tokens[:most]:
+            return most
+        return bisect_left(range(most), True, key=lambda n: self.tokens[: n + 1] != tokens[: n + 1])
 
     def move_to(self, tokens: list[int], common: int) -> bool:
         """Roll back to the first `common` tokens, consume the rest; False where the grammar rejects one."""

@@ -254,7 +254,7 @@ def _tight(pattern: str) -> str:
     In a JSON text llguidance 1.9 lets such a class match escaped quotes and backslashes too, so that `[^"]`
     is no limit. Without U+001F it is one.
     """
-    return "".join(_tight_class(piece) for piece in _pieces(pattern))
+    return "".join(map(_tight_class, _PIECE.findall(pattern)))
 
 
 def _tight_class(text: str) -> str:
@@ -269,19 +269,8 @@ def _tight_class(text: str) -> str:
     return f"[{text}&&[^\\x1f]]"
 
 
-def _pieces(pattern: str) -> Iterator[str]:
-    """The characters of a pattern, where an escape or a character class is one piece."""
-    at = 0
-    while at < len(pattern):
-        end = at + (2 if pattern[at] == "\\" else 1)
-        if pattern[at] == "[":
-            end += pattern[end : end + 1] == "^"
-            end += pattern[end : end + 1] == "]"
-            while pattern[end : end + 1] not in ("]", ""):
-                end += 2 if pattern[end] == "\\" else 1
-            end += 1
-        yield pattern[at:end]
-        at = end
+_PIECE = re.compile(r"\\.?|\[\^?\]?(?:\\.?|[^\]\\])*\]?|.", re.DOTALL)
+"""A character of a pattern, where an escape or a character class is one."""
 
 
 def _is_finite(pattern: str) -> bool:
@@ -289,7 +278,7 @@ def _is_finite(pattern: str) -> bool:
 
     None may be left next to those of `properties`, and llguidance 1.9 then ends an object after a comma.
     """
-    plain = "".join(piece for piece in _pieces(pattern) if len(piece) == 1)
+    plain = "".join(piece for piece in _PIECE.findall(pattern) if len(piece) == 1)
     return pattern[:1] == "^" and pattern[-1:] == "$" and not re.search(r"[*+]|,\}", plain)
 
 

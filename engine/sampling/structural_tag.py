@@ -303,10 +303,5 @@ def _quoted(text: str) -> str:
 
 def _escaped(pattern: str) -> str:
     """Pattern between slashes: escapes slashes and line ends."""
-    written, is_escaped = "", False
-    for character in pattern:
-        if character == "/" and not is_escaped:
-            written += "\\"
-        is_escaped = character == "\\" and not is_escaped
-        written += {"\n": "\\n", "\r": "\\r"}.get(character, character)
-    return written
+    written = re.sub(r"(?s)(\\.)|/", lambda match: match[1] or r"\/", pattern)
+    return written.replace("\n", r"\n").replace("\r", r"\r")

@@ -4,6 +4,7 @@ prefix caching: full blocks by the hash chain of their tokens.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -126,12 +127,9 @@ def evicted_places(block_ids: Sequence[int]) -> range:
     """Indices of a block table with the null block: one run, between the sinks and the window."""
     if NULL_BLOCK not in block_ids:
         return range(0)
-    start = low = block_ids.index(NULL_BLOCK)
-    high = len(block_ids)
-    while high - low > 1:  # the run reaches to `low` at least, and ends before `high`
-        middle = (low + high) // 2
-        low, high = (middle, high) if block_ids[middle] == NULL_BLOCK else (low, middle)
-    return range(start, low + 1)
+    start = block_ids.index(NULL_BLOCK)
+    end = bisect_left(block_ids, True, start, key=lambda block_id: block_id != NULL_BLOCK)
+    return range(start, end)
 
 
 def evict_blocks(block_ids: list[int], before: range, now: range) -> list[int]:

@@ -92,7 +92,7 @@ def test_blank_lines_before_a_grammar_take_linear_time(monkeypatch: pytest.Monke
 
 
 def test_classes_of_patterns() -> None:
-    pieces = schema_limits._pieces
+    pieces = schema_limits._PIECE.findall
     assert [*pieces(r"a[^\]\\]b\[c[]]")] == ["a", r"[^\]\\]", "b", r"\[", "c", "[]]"]
     assert [*pieces("[" * 1000)] == ["[" * 1000]
     assert "".join(pieces(text := "x[a" + "\\")) == text
