@@ -65,17 +65,15 @@ class SpeculativeDecoding:
     def _draw_coupled(self, layout: StepLayout, logits: torch.Tensor, result: StepResult) -> None:
         """Sample every token as without speculation; a draft token is accepted if it is the sampled one."""
         begins: dict[str, int] = {}  # offset of each row's samples in the layout's `ends`
+        indices: list[int] = []
+        sampling: list[SamplingRow] = []
         begin = 0
         for row in layout.sampled_rows:
             begins[row.sequence_id] = begin
-            drafted = layout.speculative.get(row.sequence_id)
-            begin += row.num_samples + (0 if drafted is None else len(drafted.draft.token_ids))
-        indices: list[int] = []
-        sampling: list[SamplingRow] = []
-        for row in layout.sampled_rows:
-            begin = begins[row.sequence_id]
             indices += range(begin, begin + row.num_samples)
             sampling += sampling_rows(row, self._eos_token_ids)
+            drafted = layout.speculative.get(row.sequence_id)
+            begin += row.num_samples + (0 if drafted is None else len(drafted.draft.token_ids))
         result.add_samples(layout.sampled_rows, *self._sample(logits, indices, sampling))
         active = [*layout.speculative.values()]
         while active := [r for r in active if r.accept(result.tokens[r.row.sequence_id][-1])]:

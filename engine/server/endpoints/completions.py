@@ -6,6 +6,7 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -282,12 +283,9 @@ class CompletionResponse(ChoicesResponse):
         """`choices[].logprobs`, whose text offsets go on from the choice's part before. The first token of a
         prompt has no log-probability: its entries are null. The sampled token is always among the candidates,
         so there may be one more of them than the body requests."""
-        num_top, offset = self._body.logprobs or 0, self._offsets.get(choice, 0)
-        offsets: list[int] = []
-        for token_id in token_ids:
-            offsets.append(max(offset, 0))
-            offset += self._text.token(token_id).length
-        self._offsets[choice] = offset
+        num_top, begin = self._body.logprobs or 0, self._offsets.get(choice, 0)
+        lengths = (self._text.token(token_id).length for token_id in token_ids)
+        *offsets, self._offsets[choice] = accumulate(lengths, initial=begin)
 
         def candidates(token: TokenLogprobs) -> dict[str, float]:
             named: dict[str, float] = {}
@@ -300,7 +298,7 @@ class CompletionResponse(ChoicesResponse):
             "tokens": [self._name(token_id) for token_id in token_ids],
             "token_logprobs": [None if s is None else max(s.logprob, LOWEST) for s in scored],
             "top_logprobs": [None if s is None else candidates(s) for s in scored],
-            "text_offset": offsets,
+            "text_offset": [max(offset, 0) for offset in offsets],
         }
 
 

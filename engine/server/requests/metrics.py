@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -324,11 +325,8 @@ class _ServerCollector(Collector):
     def _histogram(self, name: str, histogram: Histogram) -> Metric:
         exposed = str(self._metric(name))
         family = HistogramMetricFamily(exposed, histogram.text, labels=list(self._labels))
-        total, buckets = 0, []
         bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
-        for bound, count in zip(bounds, list(histogram.counts), strict=True):
-            total += count
-            buckets.append((bound, total))
+        buckets = [*zip(bounds, accumulate(histogram.counts), strict=True)]
         family.add_metric(list(self._labels.values()), buckets, histogram.sum)
         return family
 
