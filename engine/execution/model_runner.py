@@ -260,6 +260,7 @@ class ModelRunner:
             return []
         return bank.slots_of(row.lora for row in rows) if bank.has_slots else None
 
+    @torch.inference_mode()
     def _draw(
         self,
         rows: DecodeRows | Sequence[ScheduledRow],
@@ -267,26 +268,16 @@ class ModelRunner:
         result: StepResult,
         timer: StepTimer,
     ) -> LaunchedStep:
-        if not (isinstance(rows, DecodeRows) and rows.batch.takes_largest):
-            return self._begin_draw(rows, logits, result, timer)
-        draw = self._sampler.largest(logits)
+        if isinstance(rows, DecodeRows) and rows.batch.takes_largest:
+            draw = self._sampler.largest(logits)
 
-        def wait() -> StepResult:
-            with timer("fetch_tokens"):
-                tokens, _ = draw.result()
-            result.tokens = _by_name(rows, tokens)
-            return result
+            def wait() -> StepResult:
+                with timer("fetch_tokens"):
+                    tokens, _ = draw.result()
+                result.tokens = _by_name(rows, tokens)
+                return result
 
-        return LaunchedStep(wait, SampledTokens(draw.tokens, rows.batch.places))
-
-    @torch.inference_mode()
-    def _begin_draw(
-        self,
-        rows: Sequence[ScheduledRow],
-        logits: torch.Tensor,
-        result: StepResult,
-        timer: StepTimer,
-    ) -> LaunchedStep:
+            return LaunchedStep(wait, SampledTokens(draw.tokens, rows.batch.places))
         sampling = [sample for row in rows for sample in sampling_rows(row, self.eos_token_ids)]
         draw = self._sampler.begin(logits, sampling)
         places = accumulate((row.num_samples for row in rows), initial=0)
