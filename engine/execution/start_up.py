@@ -110,8 +110,8 @@ def _largest_step(
         temperature=1.0, top_k=50, top_p=0.9, prompt_logprobs=1 if scored else None
     )
     tokens = [0] * max(span.stop for span in spans)
-    named = ((f"largest-step/{index}", span) for index, span in enumerate(spans))
-    return StepPlan(tuple(_scheduled(limits, name, span, tokens, params) for name, span in named))
+    rows = (_row(limits, i, span, params, tokens=tokens) for i, span in enumerate(spans))
+    return StepPlan(tuple(rows))
 
 
 @contextmanager
@@ -165,14 +165,14 @@ def warm_up_plans(limits: SchedulerConfig, vocab_size: int, stop_id: int) -> Ite
     plain, drawn = SamplingParams(), SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01)
     seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     for size in (*(1 << i for i in range((seqs - 1).bit_length())), seqs):
-        yield StepPlan(tuple(_row(limits, f"{i}", 1, drawn) for i in range(size)))
+        yield StepPlan(tuple(_row(limits, i, range(1), drawn) for i in range(size)))
     longest = min(limits.chunk, limits.max_model_len)
     for size in (*(1 << i for i in range((tokens - 1).bit_length())), tokens):
         # As few prompts as the limits allow; surplus tokens are left out.
         lengths = [min(size - begin, longest) for begin in range(0, size, longest)][:seqs]
-        yield StepPlan(tuple(_row(limits, f"{i}", n, plain) for i, n in enumerate(lengths)))
+        yield StepPlan(tuple(_row(limits, i, range(n), plain) for i, n in enumerate(lengths)))
     # Shorter and longer than a short span, with a decode.
-    mixed = [_row(limits, f"{i}", count, plain) for i, count in enumerate((1, 5, 20))]
+    mixed = [_row(limits, i, range(count), plain) for i, count in enumerate((1, 5, 20))]
     if seqs >= 3 and tokens >= 26:
         yield StepPlan(tuple(mixed))
     token_mask = _AllTokens(vocab_size)
@@ -185,40 +185,30 @@ def warm_up_plans(limits: SchedulerConfig, vocab_size: int, stop_id: int) -> Ite
         SamplingParams(prompt_logprobs=1),
     )
     for params in kinds:
-        yield StepPlan((_row(limits, "0", 3, params),))
+        yield StepPlan((_row(limits, 0, range(3), params),))
     if limits.drafting is not None:
         for params in (plain, kinds[0]):
-            yield StepPlan((_row(limits, "0", 2, params, num_draft_tokens=2),))
+            yield StepPlan((_row(limits, 0, range(2), params, num_draft_tokens=2),))
 
 
 def _row(
     limits: SchedulerConfig,
-    name: str,
-    count: int,
-    params: SamplingParams,
-    num_draft_tokens: int = 0,
-) -> ScheduledRow:
-    span = range(min(count, limits.max_model_len))
-    return _scheduled(limits, f"warm-up/{name}", span, [0] * len(span), params, num_draft_tokens)
-
-
-def _scheduled(
-    limits: SchedulerConfig,
-    sequence_id: str,
+    index: int,
     span: range,
-    tokens: list[int],
     params: SamplingParams,
     num_draft_tokens: int = 0,
+    tokens: Sequence[int] = (),
 ) -> ScheduledRow:
-    """Row of the tokens `span` of a prompt; every row writes the same block."""
+    """Row of the tokens `span` of a prompt, within the context; every row writes the same block."""
+    end = min(span.stop, limits.max_model_len)
     return ScheduledRow(
-        sequence_id=sequence_id,
+        sequence_id=f"start-up/{index}",
         start=span.start,
-        end=span.stop,
-        tokens=TokenView(tokens, span.stop),
-        block_ids=(WRITTEN_BLOCK,) * limits.num_blocks(span.stop + num_draft_tokens),
+        end=end,
+        tokens=TokenView(tokens or [0] * end, end),
+        block_ids=(WRITTEN_BLOCK,) * limits.num_blocks(end + num_draft_tokens),
         num_samples=1,
-        num_prompt_tokens=span.stop,
+        num_prompt_tokens=end,
         params=params,
         seed=0,
         num_draft_tokens=num_draft_tokens,

@@ -90,14 +90,9 @@ class SizedPool:
 
 
 class PromptImages:
-    """Makes prompts of rendered texts and the URLs of their images.
-
-    Args:
-        support: image support of the engine.
-        limits: limits of what clients may send.
-        reason: why the model takes no images, for clients, who see no paths of this machine.
-        max_model_len: tokens of a prompt, beyond which its images are left.
-    """
+    """Makes prompts of rendered texts and the URLs of their images. `reason` says why the model takes no
+    images, for clients, who see no paths of this machine. Beyond `max_model_len` tokens of a prompt its
+    images are left."""
 
     def __init__(
         self,
