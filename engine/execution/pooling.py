@@ -37,7 +37,6 @@ _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
 }
-_MODES = {"lasttoken": "last"}
 
 Vector = NDArray[np.float32]
 
@@ -106,7 +105,7 @@ def _pooling(folder: Path, module: Path, *, normalize: bool) -> Pooling:
     if len(modes) != 1:
         raise BadInput(f"pooling by {' and '.join(modes) or 'nothing'}: need one way")
     trained = read_json(folder / "config.json").get("matryoshka_dimensions") or ()
-    params = PoolingParams(_MODES.get(modes[0], modes[0]))
+    params = PoolingParams("last" if modes[0] == "lasttoken" else modes[0])
     return Pooling(params, normalize, tuple(int(size) for size in trained))
 
 

@@ -75,12 +75,8 @@ class MpsMemory:
         return max(0, peak - before)
 
 
-DeviceMemory = CudaMemory | MpsMemory
-"""Memory statistics of a device, in bytes."""
-
-
-def memory_of(device: torch.device) -> DeviceMemory | None:
-    """Memory of a GPU; None for a CPU, whose memory other processes share."""
+def memory_of(device: torch.device) -> CudaMemory | MpsMemory | None:
+    """Memory of a GPU in bytes; None for a CPU, whose memory other processes share."""
     if device.type == "mps":
         return MpsMemory()
     return CudaMemory(device) if device.type == "cuda" else None

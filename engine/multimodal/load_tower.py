@@ -28,8 +28,6 @@ from ..model.adapter.linears import (
 from ..model.adapter.text_model import text_decoder
 from .encoder import VisionEncoder
 
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-
 
 def takes_images(checkpoint: Checkpoint) -> bool:
     """True if a checkpoint is of an image-text model whose images become embeddings of tokens."""
@@ -45,7 +43,7 @@ def asks_for_token_types(checkpoint: Checkpoint) -> bool:
     config = checked_config(checkpoint)
     takes = inspect.signature(model_class(config, checkpoint.trust_remote_code).forward).parameters
     has_positions = hasattr(MODEL_MAPPING.get(type(config), None), "get_rope_index")
-    return not has_positions and not takes.keys().isdisjoint(_TOKEN_TYPES)
+    return not has_positions and bool(takes.keys() & {"token_type_ids", "mm_token_type_ids"})
 
 
 def load_encoder(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> VisionEncoder:

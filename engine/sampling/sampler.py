@@ -66,9 +66,6 @@ class SamplingKernelQuery:
         return f"rows of scores on {self.device}"
 
 
-TRIED_VOCAB = 5000
-
-
 def _trial(kernel_query: SamplingKernelQuery) -> Trial[Callable[[], SamplingKernel]]:
     """Distributions for every sampling parameter, and greedy sampling; not timed."""
     params = [
@@ -79,7 +76,7 @@ def _trial(kernel_query: SamplingKernelQuery) -> Trial[Callable[[], SamplingKern
     ]
     rows = [SamplingRow(p, 3, [5, 7, 7, 9], 2, suppressed_ids=frozenset({11})) for p in params]
     generator = torch.Generator().manual_seed(0)
-    logits = 4 * torch.randn(len(rows), TRIED_VOCAB, generator=generator)
+    logits = 4 * torch.randn(len(rows), 5000, generator=generator)
     logits = logits.to(kernel_query.device)
 
     def compute(make: Callable[[], SamplingKernel]) -> list[torch.Tensor]:

@@ -41,7 +41,6 @@ makes them all, up to 450 B and 20 µs each, whatever its limits say."""
 MAX_NAMES = 10_000
 """Limit of the pairs of a pattern of `patternProperties` and a name of `properties`."""
 _SHIFTS = (0, 1, -1, 2, -2, Decimal("0.1"), Decimal("-0.1"), Decimal("0.001"), Decimal("-0.001"))
-_CONTROLS = "".join(map(chr, range(32)))
 
 
 def enforceable(schema: Schema, path: str = "") -> Schema:
@@ -264,7 +263,7 @@ def _tight_class(text: str) -> str:
         matches = re.compile(text).fullmatch
     except re.error:
         return text
-    if not all(map(matches, _CONTROLS)) or (matches('"') and matches("\\")):
+    if not all(matches(chr(code)) for code in range(32)) or (matches('"') and matches("\\")):
         return text
     return f"[{text}&&[^\\x1f]]"
 

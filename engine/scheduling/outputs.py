@@ -14,8 +14,6 @@ from ...quant.base.plain_tokenizer import PlainTokenizer
 from ..base.sampling_params import SamplingParams
 from .request import RequestTimes
 
-REPLACEMENT = "\ufffd"
-
 
 class TokenDecoder(Protocol):
     """The decoding part of a tokenizer."""
@@ -65,7 +63,8 @@ class IncrementalDetokenizer:
     def _advance(self, *, complete_only: bool) -> str:
         before = self._decode(self._token_ids[self._context : self._shown])
         text = self._decode(self._token_ids[self._context :])
-        if len(text) <= len(before) or (complete_only and text.endswith(REPLACEMENT)):
+        is_cut = text.endswith("\ufffd")  # the replacement of an incomplete character
+        if len(text) <= len(before) or (complete_only and is_cut):
             return ""
         self._context, self._shown = self._shown, len(self._token_ids)
         return text[len(before) :]

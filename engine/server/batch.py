@@ -163,7 +163,6 @@ def _files(model: Path) -> list[tuple[str, int, int]]:
     ]
 
 
-PARTIAL_SUFFIX = ".partial"
 ID_PREFIX = "batch_req_"
 
 
@@ -213,7 +212,7 @@ class AnswerJournal:
         self._requests = requests
         self._lines: dict[str, _Line] = {}
         self._finished: BinaryIO | None = None
-        self.journal = output.with_name(output.name + PARTIAL_SUFFIX)
+        self.journal = output.with_name(f"{output.name}.partial")
         is_new = not self.journal.exists()
         try:
             self._file = self.journal.open("a+b")

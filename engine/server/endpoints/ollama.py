@@ -129,7 +129,6 @@ def _written(moment: datetime) -> str:
     return moment.isoformat().replace("+00:00", "Z")
 
 
-MEDIA_TYPE = "application/x-ndjson"
 ID_PREFIX = "ollama-"
 Contents = Callable[[Parsed], dict[str, Any]]
 """The fields of an object that hold a piece of the output."""
@@ -290,7 +289,7 @@ async def answer(service: Service, body: OllamaChat | OllamaGenerate, request: R
     def generation(context: ResponseContext) -> OllamaResponse:
         return OllamaResponse(context, form, service.text, contents, **how)
 
-    return await service.respond(prepared, generation, MEDIA_TYPE)
+    return await service.respond(prepared, generation, "application/x-ndjson")
 
 
 def _is_plain(service: Service, body: OllamaGenerate) -> bool:

@@ -30,8 +30,6 @@ _ANTHROPIC_TYPES = _TYPES | {
     503: "overloaded_error",
     504: "timeout_error",
 }
-ANTHROPIC_PATH = "/v1/messages"
-OLLAMA_PATH = "/api/"
 
 
 class ApiError(Exception):
@@ -131,9 +129,9 @@ def ollama_error(error: ApiError) -> dict[str, Any]:
 def error_response(error: ApiError, path: str) -> JSONResponse:
     """The response for an error, in the format of the API that the path belongs to."""
     body = error.body()
-    if path.startswith(ANTHROPIC_PATH):
+    if path.startswith("/v1/messages"):
         body = anthropic_error(error)
-    elif path.startswith(OLLAMA_PATH):
+    elif path.startswith("/api/"):
         body = ollama_error(error)
     return JSONResponse(body, error.status, error.headers)
 

@@ -35,7 +35,6 @@ MAX_PROMPTS = 2048
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 REQUEST_ID = r"[A-Za-z0-9_.:-]{1,128}"
-RequestId = Annotated[str, Field(pattern=f"^{REQUEST_ID}$")]
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # Unsupported fields that would change the result, with the neutral values that are accepted besides
@@ -76,7 +75,7 @@ class EngineRequest(BaseModel):
 
     model: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    request_id: RequestId | None = None
+    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID}$")] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 

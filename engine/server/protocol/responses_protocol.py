@@ -19,7 +19,6 @@ REASONING = "reasoning.encrypted_content"
 """Accepted, because agents always ask for it; reasoning items come in plain text."""
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class TextFormat(JsonSchemaFormat):
@@ -39,7 +38,7 @@ class TextOptions(BaseModel):
 class ReasoningOptions(BaseModel):
     """`reasoning`: its effort; summaries are not made."""
 
-    effort: _Effort | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: str | None = None
 
 

@@ -120,9 +120,6 @@ def scripted_text(script: Sequence[ScriptedText], prompt: str) -> str | None:
     return entry.text if entry is not None and position >= 0 else None
 
 
-_CERT_REQS = (0, 1, 2)
-
-
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
     """Files of PEM, as vLLM's `--ssl-...` options name them. Raises `BadInput`: an unknown mode, or
@@ -143,7 +140,7 @@ class TlsOptions:
         0,
         "Clients' certificates: 0 not asked for, 1 optional, 2 required.",
         flag="--ssl-cert-reqs",
-        limit=lambda mode: None if mode in _CERT_REQS else "0 (none), 1 (optional) or 2 (required)",
+        limit=lambda mode: None if mode in (0, 1, 2) else "0 (none), 1 (optional) or 2 (required)",
     )
 
     @classmethod
