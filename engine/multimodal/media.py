@@ -166,8 +166,6 @@ MAX_PARTS = 1 << 15
 """Chunks of a PNG, segments before a JPEG's first scan, blocks before a GIF's first frame."""
 MAX_SCANS = 40
 """Limit of a JPEG with the previews in it; encoders write about ten."""
-_RUN_LENGTHS = (1, 2)
-"""BMP compressions that Pillow decodes in Python."""
 
 
 def check_parts(data: bytes) -> None:
@@ -183,7 +181,8 @@ def check_parts(data: bytes) -> None:
         has_more = _has_more_blocks(data)
     else:
         has_more = False
-        if data.startswith(b"BM") and int.from_bytes(data[30:34], "little") in _RUN_LENGTHS:
+        # Pillow decodes run lengths in Python.
+        if data.startswith(b"BM") and int.from_bytes(data[30:34], "little") in (1, 2):
             raise BadInput("a BMP compressed by run lengths is not decoded: send it as a PNG")
     if has_more:
         raise BadInput(f"an image file of more than {MAX_PARTS} parts is not decoded")

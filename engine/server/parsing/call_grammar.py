@@ -253,9 +253,8 @@ def _python_value(declared: Any) -> Form:
 
 def _messages(names: Iterable[str]) -> Form:
     """Messages in channels, of which the last is a call, or the answer."""
-    text = _SPOKEN
     spoken = _sequence(*_channel("analysis", "commentary", "final"))
-    message = _sequence(spoken, _tag("", text, "<|end|>"), _TURN)
+    message = _sequence(spoken, _tag("", _SPOKEN, "<|end|>"), _TURN)
     channel = _sequence(_const(CHANNEL), _either(map(_const, ("commentary", "analysis"))))
     calls = []
     for name in names:
@@ -263,7 +262,7 @@ def _messages(names: Iterable[str]) -> Form:
         kind = _sequence(_const(" "), _optional(_const("<|constrain|>")), _const("json"))
         body = _sequence(_const(MESSAGE), _named(name), _optional(_const("<|call|>")))
         calls.append(_sequence(header, _optional(kind), body))
-    last = _either([*calls, _sequence(spoken, text), text])
+    last = _either([*calls, _sequence(spoken, _SPOKEN), _SPOKEN])
     return _sequence({"type": "star", "content": message}, last)
 
 

@@ -42,10 +42,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("allowed_token_ids", "audio", "background", "bad_words", "chat_template"), ()),
     **dict.fromkeys(("continue_final_message", "conversation", "documents", "functions"), ()),
     **dict.fromkeys(("grammar", "logits_processors", "previous_response_id", "prompt"), ()),
-    **dict.fromkeys(("prompt_embeds", "prompt_logprobs", "thinking_token_budget"), ()),
-    **dict.fromkeys(
-        ("tools", "truncate_prompt_tokens", "use_beam_search", "web_search_options"), ()
-    ),
+    **dict.fromkeys(("prompt_embeds", "prompt_logprobs", "thinking_token_budget", "tools"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "use_beam_search", "web_search_options"), ()),
     "best_of": (1,),
     "function_call": ("none", "auto"),
     "length_penalty": (1, 1.0),

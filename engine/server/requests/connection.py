@@ -200,9 +200,8 @@ class BoundedConnection(H11Protocol):
                 self._refuse(431, f"request line and headers are too long: {limit}")
             elif self._received.count(b"\n", 0, length) > MAX_HEADER_LINES:
                 self._refuse(431, f"more than {MAX_HEADER_LINES} lines of headers")
-            elif (
-                head is not None or self._received[0] <= 32
-            ):  # no request begins so: TLS, or nothing
+            elif head is not None or self._received[0] <= 32:
+                # No request begins with such a byte: it is TLS, or nothing.
                 received, self._num_searched = bytes(self._received[:length]), 0
                 del self._received[:length]
                 super().data_received(received)
