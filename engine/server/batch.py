@@ -187,16 +187,6 @@ class BatchAnswer:
         return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """Place of an answer in a file, in bytes, and its HTTP status."""
-
-    file: BinaryIO
-    start: int
-    size: int
-    status: int
-
-
 class AnswerJournal:
     """The answers so far of the batch that goes into `output`; a context manager that holds the journal open.
 
@@ -210,7 +200,8 @@ class AnswerJournal:
         self.output = output
         self.notes: list[str] = []
         self._requests = requests
-        self._lines: dict[str, _Line] = {}
+        # File, begin and size of each answer, in bytes, and its HTTP status.
+        self._lines: dict[str, tuple[BinaryIO, int, int, int]] = {}
         self._finished: BinaryIO | None = None
         self.journal = output.with_name(f"{output.name}.partial")
         is_new = not self.journal.exists()
@@ -261,7 +252,7 @@ class AnswerJournal:
 
     @property
     def num_failed(self) -> int:
-        return sum(line.status != 200 for line in self._lines.values())
+        return sum(status != 200 for *_, status in self._lines.values())
 
     def append(self, request: BatchRequest, answer: BatchAnswer) -> None:
         """Write an answer into the journal; from then on it survives a kill."""
@@ -271,15 +262,15 @@ class AnswerJournal:
             self._file.flush()
         except OSError as error:
             raise no_space_or(error, self.journal) from error
-        self._lines[request.id] = _Line(self._file, start, len(line), answer.status)
+        self._lines[request.id] = self._file, start, len(line), answer.status
 
     def finish(self) -> None:
         """Write the output in the order of the requests, all of which are answered, and drop the journal."""
         with atomic_file(self.output) as out:
             for request in self._requests:
-                line = self._lines[request.id]
-                line.file.seek(line.start)
-                out.write(line.file.read(line.size))
+                file, start, size, _ = self._lines[request.id]
+                file.seek(start)
+                out.write(file.read(size))
         self.journal.unlink()
 
     def _read(self, file: BinaryIO) -> int:
@@ -297,7 +288,7 @@ class AnswerJournal:
             except (ValueError, TypeError, KeyError):
                 name, status = "", 0
             if name in wanted:
-                self._lines[wanted[name]] = _Line(file, start, len(line), status)
+                self._lines[wanted[name]] = file, start, len(line), status
             else:
                 num_others += 1
             start += len(line)

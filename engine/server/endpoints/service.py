@@ -39,9 +39,9 @@ from ..requests.request_record import (
     WRITE_KEY,
     Job,
     OutputStream,
-    Phases,
     WriteChunk,
     cache_salt,
+    phases_of,
     record_of,
 )
 from .capabilities import Constrainer, FairPool, PoolingTasks, PromptImages
@@ -77,7 +77,7 @@ class Usage:
     def whole(self) -> dict[str, Any]:
         """Final token counts, and `seconds`: from arrival to the first scheduled step (`queue`), to the first
         token of any choice (`prefill`), and to the last token of all choices (`decode`)."""
-        arrival, begun, first, last = Phases.of(self._last.values())
+        arrival, begun, first, last = phases_of(self._last.values())
         seconds = {"queue": begun - arrival, "prefill": first - begun, "decode": last - first}
         return {**self.so_far(), "seconds": {name: round(s, 6) for name, s in seconds.items()}}
 

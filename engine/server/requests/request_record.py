@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Scope
@@ -32,22 +32,14 @@ UNREAD, UNREAD_PER_SEQUENCE = 1024, 8
 """Tokens and log-probabilities that wait for a reader before its sequences are held."""
 
 
-class Phases(NamedTuple):
-    """Times of a request of `time.perf_counter`; a phase that has not begun has the time before it."""
-
-    arrival: float
-    begun: float
-    first_token: float
-    last_token: float
-
-    @classmethod
-    def of(cls, outputs: Iterable[RequestOutput]) -> Phases:
-        """Phases from the last output of each sequence: the first of all began, the last of all ended."""
-        times = [output.times for output in outputs]
-        arrival = min(t.arrival for t in times)
-        begun = min(t.first_scheduled or arrival for t in times)
-        first = min(t.first_token or begun for t in times)
-        return cls(arrival, begun, first, max(t.last_token or first for t in times))
+def phases_of(outputs: Iterable[RequestOutput]) -> tuple[float, float, float, float]:
+    """Times of a request of `time.perf_counter`, from the last output of each sequence: arrival, first step,
+    the first token of all sequences and the last. What has not happened has the time before it."""
+    times = [output.times for output in outputs]
+    arrival = min(t.arrival for t in times)
+    begun = min(t.first_scheduled or arrival for t in times)
+    first = min(t.first_token or begun for t in times)
+    return arrival, begun, first, max(t.last_token or first for t in times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +263,7 @@ class RequestRecord:
             "completion_tokens": sum(output.num_output_tokens for output in outputs),
         }
         if outputs:
-            arrival, begun, first, last = Phases.of(outputs)
+            arrival, begun, first, last = phases_of(outputs)
             reasons = sorted({output.finish_reason or "abort" for output in outputs})
             totals |= {
                 "finish_reason": ",".join(reasons),
