@@ -99,31 +99,27 @@ class ToolFormat:
     bare: str = ""
     header: re.Pattern[str] = field(default_factory=lambda: re.compile(_NAME))
     tags: Tags | None = None
-    special: bool = False
+    special: bool = True
     shapes: tuple[CallShape, ...] = ()
 
 
-HERMES = ToolFormat("hermes", "json", "<tool_call>", "</tool_call>", shapes=(_IN_LINES,))
-GRANITE = ToolFormat("granite", "json", "<|tool_call|>", special=True, shapes=(_LIST, _SPACED))
-LLAMA3_JSON = ToolFormat(
-    "llama3_json", "json", "<|python_tag|>", bare="{", special=True, shapes=(_SEMICOLONS,)
+HERMES = ToolFormat(
+    "hermes", "json", "<tool_call>", "</tool_call>", special=False, shapes=(_IN_LINES,)
 )
+GRANITE = ToolFormat("granite", "json", "<|tool_call|>", shapes=(_LIST, _SPACED))
+LLAMA3_JSON = ToolFormat("llama3_json", "json", "<|python_tag|>", bare="{", shapes=(_SEMICOLONS,))
 LLAMA4_PYTHONIC = ToolFormat(
     *("llama4_pythonic", "python", "<|python_start|>", "<|python_end|>"),
     bare="[",
-    special=True,
     shapes=(_PYTHON,),
 )
-LFM2 = ToolFormat(
-    "lfm2", "python", "<|tool_call_start|>", "<|tool_call_end|>", special=True, shapes=(_PYTHON,)
-)
+LFM2 = ToolFormat("lfm2", "python", "<|tool_call_start|>", "<|tool_call_end|>", shapes=(_PYTHON,))
 _MARKED = CallShape(
     ("NAME", ("[CALL_ID]", re.compile("[A-Za-z0-9]{9}")), ("[ARGS]",)), between="[TOOL_CALLS]"
 )
 MISTRAL = ToolFormat(
     *("mistral", "named", "[TOOL_CALLS]"),
     header=re.compile(_NAME + r"(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*"),
-    special=True,
     shapes=(_LIST, _MARKED),
 )
 _DEEPSEEK_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -136,7 +132,6 @@ DEEPSEEK_V3 = ToolFormat(
     *("deepseek_v3", "named", *_DEEPSEEK_CALLS),
     ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "```"),
     header=re.compile(rf"function<｜tool▁sep｜>{_NAME}\s*```(?:json)?\s*"),
-    special=True,
     shapes=(_DEEPSEEK_V3,),
 )
 _DEEPSEEK_V31 = CallShape(
@@ -146,7 +141,6 @@ DEEPSEEK_V31 = ToolFormat(
     *("deepseek_v31", "named", *_DEEPSEEK_CALLS),
     ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
     header=re.compile(rf"{_NAME}<｜tool▁sep｜>\s*"),
-    special=True,
     shapes=(_DEEPSEEK_V31,),
 )
 _KIMI_ARGUMENT = "<|tool_call_argument_begin|>"
@@ -161,21 +155,20 @@ KIMI_K2 = ToolFormat(
     header=re.compile(
         r"(?P<id>(?:functions\.)?(?P<name>[\w.\-]+):\d+)\s*<\|tool_call_argument_begin\|>\s*"
     ),
-    special=True,
     shapes=(_KIMI,),
 )
 _QWEN = Tags("<function=", (">",), "<parameter=", ">", "</parameter>", "</function>", "", True)
-QWEN3_CODER = ToolFormat("qwen3_coder", "tags", "<tool_call>", "</tool_call>", tags=_QWEN)
+QWEN3_CODER = ToolFormat(
+    "qwen3_coder", "tags", "<tool_call>", "</tool_call>", tags=_QWEN, special=False
+)
 _GLM = Tags(
     *("", ("\n", "<arg_key>", "</tool_call>"), "<arg_key>", "</arg_key>"),
     *("</arg_value>", "</tool_call>", "<arg_value>"),
 )
-GLM45 = ToolFormat("glm45", "tags", "<tool_call>", "</tool_call>", tags=_GLM, special=True)
+GLM45 = ToolFormat("glm45", "tags", "<tool_call>", "</tool_call>", tags=_GLM)
 _MINIMAX = Tags('<invoke name="', ('">',), '<parameter name="', '">', "</parameter>", "</invoke>")
 MINIMAX_M2 = ToolFormat(
-    *("minimax_m2", "tags", "<minimax:tool_call>", "</minimax:tool_call>"),
-    tags=_MINIMAX,
-    special=True,
+    "minimax_m2", "tags", "<minimax:tool_call>", "</minimax:tool_call>", tags=_MINIMAX
 )
 _DSML = Tags(
     *('<｜DSML｜invoke name="', ('">',), '<｜DSML｜parameter name="', '">'),
@@ -183,13 +176,11 @@ _DSML = Tags(
     typed=True,
 )
 DEEPSEEK_V32 = ToolFormat(
-    *("deepseek_v32", "tags", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-    tags=_DSML,
-    special=True,
+    "deepseek_v32", "tags", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", tags=_DSML
 )
-HARMONY = ToolFormat("openai", "harmony", "<|channel|>", special=True)
+HARMONY = ToolFormat("openai", "harmony", "<|channel|>")
 
-FORCED = ToolFormat("forced", "json", "", bare="[")
+FORCED = ToolFormat("forced", "json", "", bare="[", special=False)
 """Output of a forced tool call, constrained by the JSON schema, whatever the model."""
 
 _KNOWN = (HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, GLM45, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32)
