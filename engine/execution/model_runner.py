@@ -21,14 +21,7 @@ from ..model.layers.projection import AdapterRows
 from ..multimodal.encoder import EncoderCache
 from ..sampling.rowwise import sampling_rows
 from ..sampling.sampler import Draw, Sampler, rows_per_slice, sliced_logprobs
-from ..scheduling.step_plan import (
-    Copies,
-    DecodeBatch,
-    DecodeRows,
-    ScheduledRow,
-    StepPlan,
-    is_plain_decode,
-)
+from ..scheduling.step_plan import DecodeBatch, DecodeRows, ScheduledRow, StepPlan, is_plain_decode
 from ..speculation.proposer import CachedProposer, Proposer
 from .decode_graphs import StepGraphs
 from .graph_setting import Forward
@@ -132,16 +125,14 @@ class ModelRunner:
         if rows is None or forward is None:
             layout = StepLayout.of(plan.rows, {})
             _, logits, result = self._compute(layout, timer, sampled)
-            if checkpoints := plan.checkpoints:
-                self._save_states(checkpoints)
+            self._save_states(plan)
             if rows is None:
                 rows = layout.sampled_rows
         else:
             result = StepResult(replayed=True)
             with timer("forward"):
                 logits = forward.run()
-            if self.cache.states is not None and (checkpoints := plan.checkpoints):
-                self._save_states(checkpoints)
+            self._save_states(plan)
             if forward.sample is not None:
                 with timer("sample"):
                     tokens = forward.sample()
@@ -153,10 +144,10 @@ class ModelRunner:
         with timer("sample"):
             return self._draw(rows, logits, result, timer)
 
-    @torch.inference_mode()
-    def _save_states(self, checkpoints: Copies) -> None:
-        assert self.cache.states is not None
-        self.cache.states.copy(checkpoints)
+    def _save_states(self, plan: StepPlan) -> None:
+        if self.cache.states is not None and (checkpoints := plan.checkpoints):
+            with torch.inference_mode():
+                self.cache.states.copy(checkpoints)
 
     def _decode_rows(self, rows: Sequence[ScheduledRow]) -> DecodeRows | None:
         """Rows of a step in which only positions, blocks and tokens are new; None for another step."""

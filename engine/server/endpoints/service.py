@@ -8,15 +8,7 @@ import re
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -287,8 +279,8 @@ class EventStream(StreamingResponse):
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
 
-        def send_chunk(data: bytes) -> Awaitable[None]:
-            return send({"type": "http.response.body", "body": data, "more_body": True})
+        async def send_chunk(data: bytes) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
 
         write: WriteChunk = scope.get(WRITE_KEY) or send_chunk
         async for data in self.body_iterator:
