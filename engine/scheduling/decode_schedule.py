@@ -26,14 +26,10 @@ class DecodeSchedule:
         self._requests = requests
         self._pool, self._cache = pool, cache
         self._batch = DecodeBatch(rows, tuple(r.block_ids for r in requests), block_size)
+        self.first_rows = DecodeRows(self._batch, 0, has_placeholders=rows[0].has_placeholder)
         self._index = 0
         self._last = min(r.max_tokens - r.num_tokens + r.num_prompt_tokens for r in requests)
         self._ends: tuple[frozenset[int], ...] | None = None
-
-    @property
-    def first_rows(self) -> DecodeRows:
-        has_placeholders = self._batch.rows[0].has_placeholder
-        return DecodeRows(self._batch, 0, has_placeholders=has_placeholders)
 
     def next_rows(self) -> DecodeRows | None:
         """The rows of the next step, whose blocks are allocated; None: the batch ends here."""

@@ -84,6 +84,7 @@ class Tokenization:
         self._for_long = copy.deepcopy(self._tokenizer)
         self._special = frozenset(self._tokenizer.all_special_ids)
         self._guard = SpecialTexts(self._tokenizer)
+        self.special_texts: Sequence[str] = self._guard.texts
         self._prefix_id = self._encode_text("a", 1)[-1]
         self._prefix_text = self.decode([self._prefix_id], skip_special_tokens=False)
         self._texts: dict[int, TokenText] = {}
@@ -115,10 +116,6 @@ class Tokenization:
             raise bad_field("suffix", problem)
         before, after, between = self.fill_markers
         return f"{before}{prompt}{after}{suffix}{between}"
-
-    @property
-    def special_texts(self) -> Sequence[str]:
-        return self._guard.texts
 
     @property
     def takes_tools(self) -> bool:

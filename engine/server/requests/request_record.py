@@ -95,7 +95,7 @@ class OutputStream:
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         for number in count(1):
-            if self.is_finished:
+            if self._num_unfinished == 0:
                 return
             if number % SLICE == 0:  # a queue that is full never waits
                 await asyncio.sleep(0)
@@ -111,10 +111,6 @@ class OutputStream:
             if self.is_held and 2 * self._num_unread <= self._most_unread:
                 self._hold(False)
             yield output
-
-    @property
-    def is_finished(self) -> bool:
-        return self._num_unfinished == 0
 
     def push(self, output: RequestOutput | ApiError) -> None:
         # Tokens are counted though a client takes none of them.
