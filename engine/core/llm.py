@@ -22,9 +22,11 @@ Prompt = str | Sequence[int] | ImagePrompt | Mapping[str, Any]
 
 
 class LLM:
-    """Offline inference. `options` are the fields of `EngineConfig`, as values or as strings ("4GiB"). >>>
-    llm = LLM("stories3M", dtype="float32") >>> llm.generate("Once upon a time", SamplingParams(temperature=0,
-    max_tokens=8))[0].text"""
+    """Offline inference. `options` are the fields of `EngineConfig`, as values or as strings ("4GiB").
+
+    >>> llm = LLM("stories3M", dtype="float32")
+    >>> llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=8))[0].text
+    """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         self.engine = Engine(EngineConfig(model=model, **keywords(EngineConfig, options)))

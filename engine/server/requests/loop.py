@@ -274,9 +274,9 @@ class EngineLoop:
             stream.push(output)
 
     def _run_calls(self, *, wait: bool) -> list[Callable[[], None]]:
-        """Run the calls that the inbox has by now, waiting for a first one where `wait`; returns functions that
-        resolve their futures, for the event loop. Calls that arrive meanwhile wait for a step, which a burst of
-        requests would put off otherwise."""
+        """Run the calls that the inbox has by now, waiting for a first one where `wait`; returns functions
+        that resolve their futures, for the event loop. Calls that arrive meanwhile wait for a step, which a
+        burst of requests would put off otherwise."""
         calls: list[Callable[[], None]] = []
         num_calls = self._inbox.qsize()
         seconds: float | None = IDLE_SECONDS
