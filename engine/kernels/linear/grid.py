@@ -24,6 +24,7 @@ from ....quant.kinds.fp4.kind import Fp4Tensor, e2m1_table
 from ....quant.kinds.fp8.kind import BLOCK, Fp8Tensor
 from ....quant.kinds.ggml.k_blocks import affine_scales, q3_scales, signed_scales
 from ....quant.kinds.ggml.lattice import LATTICES, lattice_fields, points
+from ....quant.kinds.ggml.scheme import GgufScheme
 from ....quant.kinds.ggml.small_blocks import MXFP4_VALUES, iq4_xs_scales, mxfp4_steps
 from ....quant.kinds.ggml.small_blocks import table as iq4_table
 from ....quant.kinds.ggml.tensor import GgufTensor, block_codes
@@ -70,14 +71,11 @@ class CodeGrid:
     @property
     def codes(self) -> torch.Tensor:
         """uint8 `[out, in]`; those of blocks are unpacked by every call."""
-        return bytes_of(self.stored)
-
-
-def bytes_of(stored: torch.Tensor | GgufTensor) -> torch.Tensor:
-    if isinstance(stored, torch.Tensor):
-        return stored
-    blocks = stored.data.reshape(-1, stored.scheme.block[1])
-    return block_codes(blocks, stored.scheme.type).view(stored.shape)
+        stored = self.stored
+        if isinstance(stored, torch.Tensor):
+            return stored
+        blocks = stored.data.reshape(-1, stored.scheme.block[1])
+        return block_codes(blocks, stored.scheme.type).view(stored.shape)
 
 
 # Types of ggml's blocks whose codes are whole numbers, and those whose codes index a table.
@@ -312,77 +310,48 @@ NativeGrid = CodeGrid | LatticeGrid
 """A weight as the C kernels pack it."""
 
 
-@dataclass(frozen=True, slots=True)
-class KindGrids:
-    """Forms in which kernels read the weights of one quantization kind.
-
-    Attributes:
-        grid: codes and scales of groups of a weight, for C and Triton; None: no weight has them.
-        refuses: reason why a scheme's weights of so many inputs have no such grid, or None.
-        native: another form, for the C kernels only, of weights that `refuses` refuses.
-        has_native: True if a scheme's weights have that form.
-        whole: True if codes, or their table's values, are whole numbers, for integer GEMMs.
-    """
-
-    grid: Callable[[Any], CodeGrid | None] | None = None
-    refuses: Callable[[Any, int], str | None] = lambda scheme, in_features: None
-    native: Callable[[Any], NativeGrid] | None = None
-    has_native: Callable[[Any], bool] = lambda scheme: False
-    whole: bool = False
-
-
-def _refuses_blocks_across_rows(scheme: CodebookScheme, in_features: int) -> str | None:
-    if in_features % scheme.block_size:
-        return f"blocks of {scheme.block_size} weights cross the rows of {in_features}"
-    return None
-
-
-NO_GRID = KindGrids(refuses=lambda scheme, _: f"{scheme.label} has no scales of groups")
-KIND_GRIDS: dict[str, KindGrids] = {
-    "int": KindGrids(_integer, whole=True),
-    "float": KindGrids(_fp8),
-    "codebook": KindGrids(_codebook, _refuses_blocks_across_rows),
-    "fp4": KindGrids(_fp4, whole=True),
-    "vectorwise": KindGrids(_vectorwise, whole=True),
-    "gguf": KindGrids(
-        _gguf,
-        lambda scheme, _: (
-            None
-            if scheme.type in WHOLE_BLOCKS + TABLE_BLOCKS
-            else f"it has no kernel for blocks of {scheme.type}"
-        ),
-        native=lattice_grid,
-        has_native=lambda scheme: scheme.type in LATTICES,
-        whole=True,
-    ),
+GRIDS: dict[str, Callable[[Any], CodeGrid | None]] = {
+    "int": _integer,
+    "float": _fp8,
+    "codebook": _codebook,
+    "fp4": _fp4,
+    "vectorwise": _vectorwise,
+    "gguf": _gguf,
 }
 """Grids by `Scheme.kind_name`. A kind that is not here runs on its own decoder or on the reference."""
+WHOLE_KINDS = ("int", "fp4", "vectorwise", "gguf")
+"""Kinds whose codes, or their table's values, are whole numbers, for integer GEMMs."""
 
 
 def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
-    return KIND_GRIDS.get(scheme.kind_name, NO_GRID).refuses(scheme, in_features)
+    """Reason why a scheme's weights of so many inputs have no grid for C and Triton, or None."""
+    if scheme.kind_name not in GRIDS:
+        return f"{scheme.label} has no scales of groups"
+    if isinstance(scheme, CodebookScheme) and in_features % scheme.block_size:
+        return f"blocks of {scheme.block_size} weights cross the rows of {in_features}"
+    if isinstance(scheme, GgufScheme) and scheme.type not in WHOLE_BLOCKS + TABLE_BLOCKS:
+        return f"it has no kernel for blocks of {scheme.type}"
+    return None
+
+
+def _is_lattice(scheme: Scheme) -> bool:
+    return isinstance(scheme, GgufScheme) and scheme.type in LATTICES
 
 
 def refuses_native_grid(scheme: Scheme, in_features: int) -> str | None:
-    if KIND_GRIDS.get(scheme.kind_name, NO_GRID).has_native(scheme):
-        return None
-    return refuses_grid(scheme, in_features)
+    return None if _is_lattice(scheme) else refuses_grid(scheme, in_features)
 
 
 def has_whole_codes(scheme: Scheme) -> bool:
-    kind = KIND_GRIDS.get(scheme.kind_name, NO_GRID)
-    return kind.whole and (kind.has_native(scheme) or kind.refuses(scheme, 0) is None)
+    return scheme.kind_name in WHOLE_KINDS and refuses_native_grid(scheme, 0) is None
 
 
 def grid_of(weight: QuantizedTensor) -> CodeGrid | None:
     """Grid of a weight whose scheme `refuses_grid` supports; None for unequal groups of a permuted weight."""
-    make = KIND_GRIDS[weight.scheme.kind_name].grid
-    assert make is not None
-    return make(weight)
+    return GRIDS[weight.scheme.kind_name](weight)
 
 
 def native_grid_of(weight: QuantizedTensor) -> NativeGrid | None:
-    kind = KIND_GRIDS[weight.scheme.kind_name]
-    if kind.native is not None and kind.has_native(weight.scheme):
-        return kind.native(weight)
+    if isinstance(weight, GgufTensor) and _is_lattice(weight.scheme):
+        return lattice_grid(weight)
     return grid_of(weight)

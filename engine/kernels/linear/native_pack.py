@@ -15,7 +15,7 @@ from ....base.build import beside, fields
 from ....quant.base.scheme import PER_CHANNEL
 from ....quant.kinds.ggml.tensor import Blocks, GgufTensor, blocks_of
 from ..common.graphs import struct
-from .grid import BASE, CHUNK, PANEL, CodeGrid, LatticeGrid, NativeGrid, bytes_of
+from .grid import BASE, CHUNK, PANEL, CodeGrid, LatticeGrid, NativeGrid
 
 native_pack = beside(__file__, "pack.c")
 SCALE_KINDS = [torch.float32, torch.float16, torch.int8]
@@ -63,13 +63,13 @@ def packed_scales(grid: CodeGrid) -> PackedScales:
 
 def _indexed(scales: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The values of scales, float32 `[256]`, and each scale's index, uint8; Nones: there are more."""
-    library = native_pack().library
-    if scales.dtype is torch.float16 and library is not None:
+    if scales.dtype is torch.float16:
         indices = torch.empty(scales.shape, dtype=torch.uint8)
         values = torch.zeros(_MOST_INDEXED, dtype=torch.float16)
         pointers = indices.data_ptr(), values.data_ptr()
         call = _IndexCall(scales.data_ptr(), *scales.shape, *scales.stride(), *pointers)
-        if library.llmopt_index_scales(ctypes.byref(call)) > _MOST_INDEXED:
+        count_values = native_pack().function("llmopt_index_scales")
+        if count_values(ctypes.byref(call)) > _MOST_INDEXED:
             return None, None
         return values.to(torch.float32), indices
     if len(scales.flatten()[:_FIRST].unique()) > _MOST_INDEXED:
@@ -80,9 +80,6 @@ def _indexed(scales: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | 
     table = functional.pad(values.to(torch.float32), (0, _MOST_INDEXED - len(values)))
     return table, indices.to(torch.uint8)
 
-
-_SLAB_PANELS = 32  # panels packed at a time: bounds the temporaries
-_PLANES = (4, 2, 1)
 
 WeightStruct = struct(  # `Weight` of `weight.h`
     *("Weight", ""),
@@ -184,9 +181,6 @@ _PackCall = struct(  # of `pack.c`
 def pack_codes(codes: torch.Tensor | GgufTensor, bits: int) -> torch.Tensor:
     """Pack codes `[out, in]`, blocks or 16-bit floats to `[panels, chunks, bits, 4 * PANEL]`, uint8."""
     is_blocks = isinstance(codes, GgufTensor)
-    library = native_pack().library
-    if library is None:
-        return pack_codes_torch(bytes_of(codes), bits)
     out_features, in_features = codes.shape
     panels, chunks = -(-out_features // PANEL), -(-in_features // CHUNK)
     packed = torch.empty(panels, chunks, bits, 4 * PANEL, dtype=torch.uint8)
@@ -194,40 +188,8 @@ def pack_codes(codes: torch.Tensor | GgufTensor, bits: int) -> torch.Tensor:
     blocks = blocks_of(codes.scheme.type) if is_blocks else Blocks()
     sizes = out_features, in_features, bits, torch.get_num_threads()
     call = _PackCall(data.data_ptr(), packed.data_ptr(), blocks, *sizes)
-    library.llmopt_pack(ctypes.byref(call))
+    native_pack().function("llmopt_pack")(ctypes.byref(call))
     return packed
-
-
-def pack_codes_torch(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """The same in torch, for machines without the C kernels."""
-    out_features, in_features = codes.shape
-    panels, chunks = -(-out_features // PANEL), -(-in_features // CHUNK)
-    packed = torch.empty(panels, chunks, bits, 4 * PANEL, dtype=torch.uint8)
-    for begin in range(0, panels, _SLAB_PANELS):
-        rows = codes[begin * PANEL : (begin + _SLAB_PANELS) * PANEL]
-        slab = packed[begin : begin + _SLAB_PANELS]
-        missing = slab.shape[0] * PANEL - rows.shape[0]
-        padded = functional.pad(rows, (0, chunks * CHUNK - in_features, 0, missing))
-        quads = padded.contiguous().view(torch.int32).view(-1, PANEL, chunks, CHUNK // 4)
-        slab.copy_(_planes(quads.permute(0, 2, 3, 1).contiguous().view(torch.uint8), bits))
-    return packed
-
-
-def _planes(quads: torch.Tensor, bits: int) -> torch.Tensor:
-    """`[panels, chunks, 8, bytes]` of codes as `[panels, chunks, bits, bytes]`."""
-    if bits == 8:
-        return quads
-    planes, shift = [], 0
-    for width in _PLANES:
-        if not bits & width:
-            continue
-        parts = ((quads >> shift) & (2**width - 1)).unflatten(2, (width, 8 // width))
-        plane = parts[:, :, :, 0].clone()
-        for index in range(1, 8 // width):
-            plane |= parts[:, :, :, index] << (width * index)
-        planes.append(plane)
-        shift += width
-    return torch.cat(planes, dim=2)
 
 
 def _panels(values: torch.Tensor | None) -> torch.Tensor | None:

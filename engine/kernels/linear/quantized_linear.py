@@ -307,7 +307,7 @@ QUANTIZED_LINEAR: Operation[QuantizedLinearKernelQuery, Prepare] = Operation(
         Candidate("tiled-dequant", _refuses_tiled, TiledDequantLinear),
     ],
 )
-"""The kernels, each with its kinds, or those of `KIND_GRIDS`; the last, the reference, serves all."""
+"""The kernels, each with its kinds, or those of `GRIDS`; the last, the reference, serves all."""
 
 COMPARED_TOKENS = (1, 20, 100)
 """A GEMV, a small GEMM, and the prefill path."""

@@ -32,7 +32,6 @@ from llmopt.engine.kernels.linear.native_linear import (
 from llmopt.engine.kernels.linear.native_pack import (
     SCALE_TABLE,
     pack_codes,
-    pack_codes_torch,
     packed_scales,
 )
 from llmopt.engine.kernels.linear.quantized_linear import (
@@ -58,6 +57,7 @@ from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from torch.nn import functional
 
 from ...support.native_paths import native_paths
+from ...support.packed_codes import pack_codes_torch
 from ...support.quantized_world import quantized
 
 INT8 = Activations("int8")

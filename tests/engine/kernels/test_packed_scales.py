@@ -14,7 +14,6 @@ from llmopt.engine.kernels.linear.native_pack import (
     SCALE_KINDS,
     PackedScales,
     pack_codes,
-    pack_codes_torch,
     packed_scales,
 )
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
@@ -31,6 +30,7 @@ from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 
 from ...support.native_paths import native_paths
+from ...support.packed_codes import pack_codes_torch
 from ...support.quantized_world import quantized
 
 HERE = native_paths()
