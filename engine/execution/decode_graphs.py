@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.attention.batch import StepPlans
+from ..kernels.attention.flashinfer_plans import CapturedPlans
 from ..kernels.common.graphs import CpuGraph, Launch, NotCapturable, replay_launches
 from ..kernels.elementwise.native_rows import argmax_rows, native_advance
 from ..model.layers.attention import StepInputs
@@ -52,7 +52,7 @@ class StepGraphs:
             rows, setting.max_blocks, setting.block_size, device, setting.dtype
         )
         self._graphs: dict[StepKind, Graph] = {}
-        self._plans: dict[StepKind, StepPlans] = {}
+        self._plans: dict[StepKind, CapturedPlans] = {}
         self._decode_steps: dict[tuple[StepKind, bool], DecodeStep] = {}
         self.gave_up = False
         """Capturing failed, so every step is eager."""
@@ -151,7 +151,7 @@ class StepGraphs:
     def _graph(self, kind: StepKind) -> Graph:
         # With several ranks only rank 0 knows how many tokens sequences have.
         if not (self._setting.follows or self._setting.ranks):
-            self._plans[kind] = StepPlans(self._static.num_held(kind.size))
+            self._plans[kind] = CapturedPlans(self._static.num_held(kind.size))
         inputs, slots = partial(self._inputs, kind), self._static.state_slots
         before = slots.clone()
         slots.fill_(NULL_SLOT)  # a capture runs steps, which change the states

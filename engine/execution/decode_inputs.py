@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from ..base.device import packed, to_device
-from ..kernels.attention.batch import AttentionBatch, DecodeConstants, DecodeGroup, StepPlans
+from ..kernels.attention.batch import AttentionBatch, DecodeConstants, DecodeGroup
+from ..kernels.attention.flashinfer_plans import CapturedPlans
 from ..kernels.common.graphs import addresses
 from ..kernels.elementwise.native_rows import AdvanceCall
 from ..model.layers.attention import StepInputs
@@ -67,7 +68,7 @@ class DecodeInputs:
         size: int,
         sink_length: int,
         aux_hidden_state_layers: tuple[int, ...],
-        plans: StepPlans | None = None,
+        plans: CapturedPlans | None = None,
         states: Sequence[torch.Tensor] = (),
     ) -> StepInputs:
         """The inputs of a step of `size` rows, on these tensors; `states` are those of the state cache."""

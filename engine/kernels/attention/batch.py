@@ -10,40 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-
-class KernelPlan(Protocol):
-    """Plan of a captured step by a kernel."""
-
-    def renew(self, num_held: Sequence[int]) -> None:
-        """Plan a step whose sequences have so many tokens in their blocks."""
-
-
-Planned = TypeVar("Planned", bound=KernelPlan)
-
-
-class StepPlans:
-    """Plans of one graph, which outlive the captured call; `num_held`: tokens in its sequences' blocks."""
-
-    def __init__(self, num_held: Sequence[int]) -> None:
-        self.num_held = num_held
-        self._plans: dict[object, Any] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._plans)
-
-    def of(self, kind: object, make: Callable[[], Planned]) -> Planned:
-        if kind not in self._plans:
-            self._plans[kind] = make()
-        return self._plans[kind]
-
-    def renew(self, num_held: Sequence[int]) -> None:
-        self.num_held = num_held
-        for plan in self._plans.values():
-            plan.renew(num_held)
+if TYPE_CHECKING:
+    from .flashinfer_plans import CapturedPlans
 
 
 KernelMetadata = TypeVar("KernelMetadata")
@@ -157,7 +129,7 @@ class AttentionBatch:
         block_size: int,
         dtype: torch.dtype,
         kernel_metadata: object = None,
-        plans: StepPlans | None = None,
+        plans: CapturedPlans | None = None,
     ) -> None:
         self.spans = spans
         self.decode = decode

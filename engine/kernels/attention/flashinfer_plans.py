@@ -16,7 +16,6 @@ import torch
 
 from ...base.device import to_device
 from ..common.devices import gpu_limits, package
-from .batch import AttentionBatch
 from .paged_tensor import PagedTensor
 
 NAME = "flashinfer"
@@ -48,7 +47,9 @@ class Shape(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """CSR page tables of a step's sequences, int32; `indices` on the device, all else on the host.
+    """CSR page tables of a step's sequences, int32; `indices` on the device, all else on the host. Those of a
+    graph are buffers on the device, which every plan fills anew.
+
     `query_begins` and `page_begins` [sequences + 1] are the first query and page of each, `lengths` its
     tokens, `last_lengths` those in its last page."""
 
@@ -85,17 +86,6 @@ def pages_of(
         tensors = (tensor.pin_memory() for tensor in tensors)
     queries, begins, counts, last = tensors
     return Pages(queries, begins, indices, counts, last)
-
-
-class _Fixed:
-    """Buffers of a graph's page tables, which every plan fills anew."""
-
-    def __init__(self, sequences: int, indices: torch.Tensor) -> None:
-        def ints(count: int) -> torch.Tensor:
-            return torch.zeros(count, dtype=torch.int32, device=indices.device)
-
-        self.query_begins, self.page_begins = ints(sequences + 1), ints(sequences + 1)
-        self.lengths, self.indices = ints(sequences), indices
 
 
 def partial_bytes(shape: Shape, *, sequences: int, multiprocessors: int, is_decode: bool) -> int:
@@ -167,7 +157,7 @@ class _Grouped(_Wrapper):
 class _Decode(_Grouped):
     """One query a sequence. With tensor cores, as in vLLM: they serve every size of group."""
 
-    def __init__(self, shape: Shape, workspace: Workspace, fixed: _Fixed | None) -> None:
+    def __init__(self, shape: Shape, workspace: Workspace, fixed: Pages | None) -> None:
         super().__init__(shape)
         sequences = 0 if fixed is None else len(fixed.lengths)
         self._partial = workspace.partial_for(shape, sequences, is_decode=True)
@@ -177,7 +167,7 @@ class _Decode(_Grouped):
                 "use_cuda_graph": True,
                 "paged_kv_indptr_buffer": fixed.page_begins,
                 "paged_kv_indices_buffer": fixed.indices,
-                "paged_kv_last_page_len_buffer": fixed.lengths,
+                "paged_kv_last_page_len_buffer": fixed.last_lengths,
             }
         # "auto" may take a backend whose graphs cannot be planned again.
         self._wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
@@ -194,7 +184,7 @@ class _Decode(_Grouped):
 class _Mixed(_Grouped):
     """Several queries a sequence, the last of its tokens: prefill, chunks of it with decodes."""
 
-    def __init__(self, shape: Shape, workspace: Workspace, fixed: _Fixed | None) -> None:
+    def __init__(self, shape: Shape, workspace: Workspace, fixed: Pages | None) -> None:
         super().__init__(shape)
         assert fixed is None
         self._partial = workspace.partial_for(shape, 0, is_decode=False)
@@ -213,7 +203,7 @@ class _Mixed(_Grouped):
 class _Latent(_Wrapper):
     """Multi-head latent attention, absorbed; in queries and cache the latent precedes the rotated part."""
 
-    def __init__(self, shape: Shape, workspace: Workspace, fixed: _Fixed | None) -> None:
+    def __init__(self, shape: Shape, workspace: Workspace, fixed: Pages | None) -> None:
         super().__init__(shape)
         given: dict[str, Any] = {}
         if fixed is not None:
@@ -261,7 +251,7 @@ class Workspace:
         self.partial = self._bytes(WORKSPACE_BYTES)
         self._eager: dict[tuple[bool, Shape], _Wrapper] = {}
         self._plans: dict[Shape, torch.Tensor] = {}
-        self._indices = torch.zeros(0, dtype=torch.int32, device=device)
+        self._indices = self._ints(0)
 
     def partial_for(self, shape: Shape, sequences: int, *, is_decode: bool) -> torch.Tensor:
         """Memory of partial results, grown to `partial_bytes`; earlier users keep what they have."""
@@ -286,8 +276,14 @@ class Workspace:
     def captured(self, shape: Shape, sequences: int, num_pages: int) -> _Wrapper:
         """Wrapper for a graph of so many sequences, with at most `num_pages` pages."""
         if len(self._indices) < num_pages:
-            self._indices = torch.zeros(num_pages, dtype=torch.int32, device=self._device)
-        return _kind(shape, True)(shape, self, _Fixed(sequences, self._indices[:num_pages]))
+            self._indices = self._ints(num_pages)
+        queries, pages = self._ints(sequences + 1), self._ints(sequences + 1)
+        lengths = self._ints(sequences)
+        fixed = Pages(queries, pages, self._indices[:num_pages], lengths, lengths)
+        return _kind(shape, True)(shape, self, fixed)
+
+    def _ints(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self._device)
 
     def _bytes(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.uint8, device=self._device)
@@ -304,74 +300,46 @@ def workspace_on(device: torch.device) -> Workspace:
     return Workspace(device)
 
 
-class EagerPlans:
-    """Plans of an eager step: one for each shape, shared by its layers."""
-
-    def __init__(self, batch: AttentionBatch) -> None:
-        self._is_decode = not batch.spans
-        sequences: list[tuple[int, int, int, int]] = []  # first row, queries, tokens, place
-        tables, offset = [], 0
-        if (decode := batch.decode) is not None:
-            assert decode.counts is not None
-            tables, width = [decode.block_ids], len(decode.block_ids) // len(decode.rows)
-            for row, length in zip(*decode.counts, strict=True):
-                sequences.append((row, 1, length, offset))
-                offset += width
-        for span in batch.spans:
-            sequences.append((span.begin, span.end - span.begin, span.num_held, offset))
-            tables.append(span.block_ids)
-            offset += len(span.block_ids)
-        sequences.sort()
-        self._rows = [row for begin, count, *_ in sequences for row in range(begin, begin + count)]
-        _, counts, lengths, places = zip(*sequences, strict=True)
-        self._pages = pages_of(counts, lengths, torch.cat(tables), places, batch.block_size)
-        self._device = self._pages.indices.device
-        self._chosen: torch.Tensor | None = None
-
-    def run(
-        self, shape: Shape, queries: torch.Tensor, keys: PagedTensor, values: PagedTensor
-    ) -> torch.Tensor:
-        """Attention of a batch's rows [rows, heads, head_dim]."""
-        wrapper = workspace_on(self._device).eager(shape, is_decode=self._is_decode)
-        if wrapper.owner is not self:
-            wrapper.plan(self._pages, self)
-        if len(self._rows) == len(queries):
-            return wrapper.run(queries, keys, values)
-        if self._chosen is None:
-            self._chosen = to_device(np.array(self._rows, np.int64), self._device)
-        some = wrapper.run(queries.index_select(0, self._chosen), keys, values)
-        out = queries.new_empty(*queries.shape[:2], values.dim)
-        return out.index_copy_(0, self._chosen, some)
-
-
 class CapturedPlans:
-    """Plans of a captured decode step, one for each shape, on the step's static block tables."""
+    """Plans of one graph's decode step, one for each shape, which outlive the captured call. `num_held` are
+    the tokens in its sequences' blocks."""
 
-    def __init__(self, batch: AttentionBatch, num_held: Sequence[int]) -> None:
-        assert batch.decode is not None and not batch.spans
-        self._tables, self._count = batch.decode.block_ids, len(batch.decode.rows)
-        self._block_size = batch.block_size
+    _tables: torch.Tensor
+    """The step's static block tables; the first run sets them, and the size of a block."""
+    _block_size: int
+
+    def __init__(self, num_held: Sequence[int]) -> None:
+        self._num_held = num_held
         self._wrappers: dict[Shape, _Wrapper] = {}
-        self._pages = self._read(num_held)
+
+    def __bool__(self) -> bool:
+        return bool(self._wrappers)
 
     @torch.inference_mode()
     def renew(self, num_held: Sequence[int]) -> None:
-        self._pages = self._read(num_held)
+        self._num_held = num_held
+        pages = self._pages()
         for wrapper in self._wrappers.values():
-            wrapper.plan(self._pages, self)
+            wrapper.plan(pages, self)
 
     def run(
-        self, shape: Shape, queries: torch.Tensor, keys: PagedTensor, values: PagedTensor
+        self,
+        tables: torch.Tensor,
+        shape: Shape,
+        queries: torch.Tensor,
+        keys: PagedTensor,
+        values: PagedTensor,
     ) -> torch.Tensor:
         """Attention of the step's rows; the first call of a shape plans it, and cannot be captured."""
         if shape not in self._wrappers:
-            workspace = workspace_on(self._tables.device)
-            wrapper = workspace.captured(shape, self._count, len(self._tables))
-            wrapper.plan(self._pages, self)
+            self._tables, self._block_size = tables, shape.block_size
+            workspace = workspace_on(tables.device)
+            wrapper = workspace.captured(shape, len(self._num_held), len(tables))
+            wrapper.plan(self._pages(), self)
             self._wrappers[shape] = wrapper
         return self._wrappers[shape].run(queries, keys, values)
 
-    def _read(self, num_held: Sequence[int]) -> Pages:
-        width = len(self._tables) // self._count
-        places = range(0, len(self._tables), width)
-        return pages_of([1] * self._count, num_held, self._tables, places, self._block_size)
+    def _pages(self) -> Pages:
+        count = len(self._num_held)
+        places = range(0, len(self._tables), len(self._tables) // count)
+        return pages_of([1] * count, self._num_held, self._tables, places, self._block_size)

@@ -11,7 +11,6 @@ so its logits depend on the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,9 @@ import torch
 from ...base.device import to_device
 from ..common.devices import hub_kernel, package, refuses_device
 from .batch import AttentionBatch
-from .flashinfer_plans import NAME, CapturedPlans, EagerPlans, Shape
+from .flashinfer_plans import NAME, Shape, pages_of, workspace_on
 from .paged_attention import AttentionCall, AttentionKernel, attention_kernel
+from .paged_tensor import PagedTensor
 
 REPOSITORY = "kernels-community/flash-attn3"
 MAX_HEAD_DIM = 256  # of FlashAttention-3
@@ -112,16 +112,55 @@ def _has_flashinfer_heads(call: AttentionCall) -> bool:
     return tiles <= MOST_LATENT_TILES
 
 
+class EagerPlans:
+    """Plans of an eager step: one for each shape, shared by its layers."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        self._is_decode = not batch.spans
+        sequences: list[tuple[int, int, int, int]] = []  # first row, queries, tokens, place
+        tables, offset = [], 0
+        if (decode := batch.decode) is not None:
+            assert decode.counts is not None
+            tables, width = [decode.block_ids], len(decode.block_ids) // len(decode.rows)
+            for row, length in zip(*decode.counts, strict=True):
+                sequences.append((row, 1, length, offset))
+                offset += width
+        for span in batch.spans:
+            sequences.append((span.begin, span.end - span.begin, span.num_held, offset))
+            tables.append(span.block_ids)
+            offset += len(span.block_ids)
+        sequences.sort()
+        self._rows = [row for begin, count, *_ in sequences for row in range(begin, begin + count)]
+        _, counts, lengths, places = zip(*sequences, strict=True)
+        self._pages = pages_of(counts, lengths, torch.cat(tables), places, batch.block_size)
+        self._device = self._pages.indices.device
+        self._chosen: torch.Tensor | None = None
+
+    def run(
+        self, shape: Shape, queries: torch.Tensor, keys: PagedTensor, values: PagedTensor
+    ) -> torch.Tensor:
+        """Attention of a batch's rows [rows, heads, head_dim]."""
+        wrapper = workspace_on(self._device).eager(shape, is_decode=self._is_decode)
+        if wrapper.owner is not self:
+            wrapper.plan(self._pages, self)
+        if len(self._rows) == len(queries):
+            return wrapper.run(queries, keys, values)
+        if self._chosen is None:
+            self._chosen = to_device(np.array(self._rows, np.int64), self._device)
+        some = wrapper.run(queries.index_select(0, self._chosen), keys, values)
+        out = queries.new_empty(*queries.shape[:2], values.dim)
+        return out.index_copy_(0, self._chosen, some)
+
+
 def _by_flashinfer(call: AttentionCall) -> torch.Tensor:
     queries, keys, values, batch, rule, _ = call
     heads = queries.shape[1], keys.num_heads, keys.dim, values.dim
     dtypes = queries.dtype, keys.codes.dtype
     shape = Shape(*heads, batch.block_size, *dtypes, rule.scale, rule.window, rule.softcap)
-    if (plans := batch.plans) is None:
-        planned = batch.kernel_metadata(EagerPlans)
-    else:
-        planned = plans.of(CapturedPlans, partial(CapturedPlans, batch, plans.num_held))
-    return planned.run(shape, queries, keys, values)
+    if batch.plans is not None:
+        assert batch.decode is not None and not batch.spans
+        return batch.plans.run(batch.decode.block_ids, shape, queries, keys, values)
+    return batch.kernel_metadata(EagerPlans).run(shape, queries, keys, values)
 
 
 class FlashMetadata:
