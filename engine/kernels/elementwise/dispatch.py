@@ -147,15 +147,16 @@ def _refuses_native(channels: int) -> Callable[[RowKernelQuery], str | None]:
     return refuses
 
 
-def _gate_candidates(
-    activation: Callable[..., GatedActivation],
-) -> list[Candidate[RowKernelQuery, Callable[..., GateKernel]]]:
-    """Kernels of a gated activation; `activation` names it, from the candidates' arguments."""
-    return [
+def _gate(
+    name: str, activation: Callable[..., GatedActivation], *arguments: Sequence[bool]
+) -> Operation[RowKernelQuery, Callable[..., GateKernel]]:
+    """Gated activation; `activation` names it, from the candidates' arguments. `arguments` are tried."""
+    candidates = [
         Candidate("triton", refuses_rows, lambda *given: TRITON_GATE(activation(*given))),
         Candidate("native", _refuses_native(1), lambda *given: NativeGate(activation(*given))),
         Candidate("torch", serves_all, lambda *given: TORCH_GATES[activation(*given)]),
     ]
+    return Operation(name, candidates, lambda query: gate_trial(query, *arguments))
 
 
 NORM: Operation[RowKernelQuery, Callable[[torch.Tensor, float], NormKernel]] = Operation(
@@ -167,20 +168,12 @@ NORM: Operation[RowKernelQuery, Callable[[torch.Tensor, float], NormKernel]] = O
     ],
     norm_trial,
 )
-GATE: Operation[RowKernelQuery, Callable[[], GateKernel]] = Operation(
-    "silu gate", _gate_candidates(lambda: "silu"), lambda query: gate_trial(query, ())
-)
-GELU_GATE: Operation[RowKernelQuery, Callable[[bool], GateKernel]] = Operation(
-    "gelu gate",
-    _gate_candidates(lambda is_tanh: "gelu_tanh" if is_tanh else "gelu"),
-    lambda query: gate_trial(query, (True,), (False,)),
+GATE = _gate("silu gate", lambda: "silu", ())
+GELU_GATE = _gate(
+    "gelu gate", lambda is_tanh: "gelu_tanh" if is_tanh else "gelu", (True,), (False,)
 )
 """The candidates take whether to use the tanh approximation."""
-CLAMPED_SWIGLU_GATE: Operation[RowKernelQuery, Callable[[], GateKernel]] = Operation(
-    "clamped swiglu gate",
-    _gate_candidates(lambda: "clamped_swiglu"),
-    lambda query: gate_trial(query, ()),
-)
+CLAMPED_SWIGLU_GATE = _gate("clamped swiglu gate", lambda: "clamped_swiglu", ())
 ROPE_AND_CACHE: Operation[RowKernelQuery, Callable[[], RopeAndCacheKernel]] = Operation(
     "rotation and cache write",
     [

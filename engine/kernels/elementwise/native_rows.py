@@ -48,16 +48,15 @@ _RopeAndCache = struct(
 native_layer = beside(__file__, "layer.c")
 
 
-def _empty_quantized(like: torch.Tensor, block: int) -> QuantizedActivations:
-    rows, size = like.shape
+def _empty_quantized(
+    like: torch.Tensor, activation_quant: ActivationQuant
+) -> tuple[QuantizedActivations, ctypes.Structure]:
+    """Uninitialised int8 rows, and the C struct by which a kernel fills them."""
+    (rows, size), block = like.shape, activation_quant.block
     codes = torch.empty(rows, size, dtype=torch.int8)
-    blocks = -(-size // block) if block else 1
-    return QuantizedActivations(codes, torch.empty(rows, blocks, dtype=torch.float32))
-
-
-def _quantized(rows: QuantizedActivations, activation_quant: ActivationQuant) -> ctypes.Structure:
-    pointers, block = addresses(rows.codes, rows.scales), activation_quant.block
-    return _QUANTIZED(*pointers, block, activation_quant.int8_levels)
+    scales = torch.empty(rows, -(-size // block) if block else 1, dtype=torch.float32)
+    call = _QUANTIZED(*addresses(codes, scales), block, activation_quant.int8_levels)
+    return QuantizedActivations(codes, scales), call
 
 
 def _run(function: Any, call: ctypes.Structure) -> None:
@@ -87,8 +86,8 @@ class NativeNorm:
         self, x: torch.Tensor, added: torch.Tensor | None, activation_quant: ActivationQuant
     ) -> tuple[torch.Tensor, QuantizedActivations]:
         """Sum, and norm in int8 with one scale per row or block."""
-        rows = _empty_quantized(x, activation_quant.block)
-        return self._sum(x, added, _quantized(rows, activation_quant), None), rows
+        rows, call = _empty_quantized(x, activation_quant)
+        return self._sum(x, added, call, None), rows
 
     def _sum(
         self,
@@ -131,8 +130,8 @@ class NativeGate:
         self, gate: torch.Tensor, up: torch.Tensor, activation_quant: ActivationQuant
     ) -> QuantizedActivations:
         """Result in int8, with one scale per row or block."""
-        rows = _empty_quantized(gate, activation_quant.block)
-        self._fill(gate, up, _quantized(rows, activation_quant), None)
+        rows, call = _empty_quantized(gate, activation_quant)
+        self._fill(gate, up, call, None)
         return rows
 
     def _fill(
