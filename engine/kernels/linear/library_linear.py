@@ -242,12 +242,9 @@ def refuses_deep_gemm(scheme: FloatScheme, out_features: int, in_features: int) 
 def lacks_deep_gemm() -> str | None:
     """Reason why DeepGEMM cannot be called here. 1.0.0 of the package index is older than `fp8_gemm_nt`."""
     library = package(NAME)
-    is_old = library.reason is None and not hasattr(library.module, "fp8_gemm_nt")
-    return (
-        "this deep_gemm has no fp8_gemm_nt: install version 2 or newer"
-        if is_old
-        else library.reason
-    )
+    if library.reason is None and not hasattr(library.module, "fp8_gemm_nt"):
+        return "this deep_gemm has no fp8_gemm_nt: install version 2 or newer"
+    return library.reason
 
 
 class DeepGemmLinear:

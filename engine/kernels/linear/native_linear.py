@@ -165,7 +165,7 @@ class PackedLinear:
             self._fixed_scale = float(input_scale)
         return True
 
-    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Dequantized rows, [ids, in]; not of fp8 codes, tables per channel or permuted inputs."""
         y = torch.empty(len(ids), self.weight.struct.in_features, dtype=dtype)
         pointers = ctypes.addressof(self.weight.struct), *addresses(ids, y)
@@ -182,60 +182,36 @@ OPTIONAL_BLOCK = 128
 """The most of them with other weights: the scales of a group are applied at once."""
 
 
-class _Packed:
-    """Base of the linears: the packed GEMM, its weight bytes and its fused bias."""
-
-    def __init__(self, linear: PackedLinear) -> None:
-        self.linear = linear
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.linear.weight_bytes
-
-    def fuse_bias(self, bias: torch.Tensor) -> None:
-        self.linear.fuse_bias(bias)
-
-    def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self.linear.rows(ids, dtype)
-
-
-class HalfLinear(_Packed):
+class HalfLinear(PackedLinear):
     """GEMM of float32 inputs with an unquantized weight of 16 bits, which is widened in registers."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__(PackedLinear(weight, "float32"))
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
+        super().__init__(weight, "float32")
 
 
-class Packed16Linear(_Packed):
+class Packed16Linear(PackedLinear):
     """Mixed-input GEMM (W4A16, W8A16): inputs in the engine's dtype, float32 accumulation. Where the scheme
     quantizes activations in a way that has no integer GEMM, they are fake-quantized: to fp8 as the GEMM
     prepares them, else by torch."""
 
     def __init__(self, weight: QuantizedTensor, grid: NativeGrid, dtype: torch.dtype) -> None:
+        super().__init__(grid, "bfloat16" if dtype is torch.bfloat16 else "float32")
         self._scheme: Scheme = weight.scheme
         self._input_scale = weight.parts().get("input_scale")
-        linear = PackedLinear(grid, "bfloat16" if dtype is torch.bfloat16 else "float32")
         activations = weight.scheme.activations
-        is_fused = activations is not None and linear.fuse_e4m3(activations, self._input_scale)
+        is_fused = activations is not None and self.fuse_e4m3(activations, self._input_scale)
         self.quantizes_inputs = activations is not None and not is_fused
-        super().__init__(linear)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(self._rounded(x))
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if self.quantizes_inputs:
+            x = fake_quantize_inputs(x, self._scheme, self._input_scale)
+        return super().__call__(x, dtype)
 
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(self._rounded(x), torch.float32)
-
-    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.quantizes_inputs:
-            return x
-        return fake_quantize_inputs(x, self._scheme, self._input_scale)
+        return self(x, torch.float32)
 
 
-class Packed8Linear(_Packed):
+class Packed8Linear(PackedLinear):
     """Integer GEMM with int8 inputs: scales static, or per token as the scheme says, else per block."""
 
     def __init__(
@@ -248,49 +224,45 @@ class Packed8Linear(_Packed):
             levels, block = 127.5, 0
             if weight.input_scale is not None:
                 fixed_scale = float(weight.input_scale)
-        linear = PackedLinear(
-            grid, "int8", input_block=block, levels=levels, fixed_scale=fixed_scale
-        )
-        super().__init__(linear)
-        if fixed_scale == 0.0 and not (block and linear.is_permuted):
+        super().__init__(grid, "int8", input_block=block, levels=levels, fixed_scale=fixed_scale)
+        if fixed_scale == 0.0 and not (block and self.is_permuted):
             self.activation_quant = ActivationQuant(
-                Activations("int8"), int8_levels=levels, block=linear.input_block
+                Activations("int8"), int8_levels=levels, block=self.input_block
             )
 
-    def __call__(self, x: Rows) -> torch.Tensor:
+    def __call__(self, x: Rows, dtype: torch.dtype | None = None) -> torch.Tensor:
         if isinstance(x, QuantizedActivations):
-            return self.linear.of_quantized(x, self._dtype)
-        return self.linear(x)
+            return self.of_quantized(x, self._dtype)
+        return super().__call__(x, dtype)
 
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x, torch.float32)
+        return self(x, torch.float32)
 
 
-class PackedOutlierLinear(_Packed):
+class PackedOutlierLinear(PackedLinear):
     """LLM.int8(): outlier inputs (magnitude >= threshold) in a float matmul, the others in an int8 GEMM."""
 
     def __init__(self, weight: VectorwiseTensor, grid: CodeGrid) -> None:
-        self._threshold = weight.scheme.threshold
-        super().__init__(PackedLinear(grid, "int8", levels=127.0, threshold=self._threshold))
+        super().__init__(grid, "int8", levels=127.0, threshold=weight.scheme.threshold)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        y = super().__call__(x, dtype)
         if self._threshold > 0:
             outliers = x.where(x.abs() >= self._threshold, 0.0)
             columns = outliers.any(dim=0).nonzero().flatten()
             if columns.numel():
-                wide = outliers[:, columns].float() @ self.linear.weight.columns(columns).T
-                y = (y.float() + wide).to(x.dtype)
+                wide = outliers[:, columns].float() @ self.weight.columns(columns).T
+                y = (y.float() + wide).to(y.dtype)
         return y
 
 
 def packed_of(kernel: LinearKernel | None) -> PackedLinear | None:
-    """The packed GEMM that is all a kernel does; None: it does more, or is another kernel."""
+    """The kernel, if the packed GEMM is all that it does; None: it does more, or is another kernel."""
     if not isinstance(kernel, Packed8Linear | Packed16Linear | HalfLinear):
         return None
     if isinstance(kernel, Packed16Linear) and kernel.quantizes_inputs:
         return None
-    return kernel.linear if kernel.linear.grouping is not None else None
+    return kernel if kernel.grouping is not None else None
 
 
 INT8_KINDS = ("int", "vectorwise")

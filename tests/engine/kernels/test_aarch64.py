@@ -107,7 +107,7 @@ def _lattice(kind: str) -> Compute:
         pytest.importorskip("gguf")
         grid, x = lattice_grid(random_lattice(kind, 70, 512)), inputs_of(11, 512)
         linear = PackedLinear(grid, "int8", input_block=32, levels=127.0)
-        rows = linear.rows(torch.tensor([0, 69, 31]), torch.float32)
+        rows = linear.lookup(torch.tensor([0, 69, 31]), torch.float32)
         return [linear(x), linear(x[:2]), rows, PackedLinear(grid, "float32")(x)]
 
     return compute
@@ -137,7 +137,8 @@ def _rows() -> list[torch.Tensor]:
     assert grid is not None
     ids = torch.tensor([0, 69, 31, 32])
     return [
-        PackedLinear(grid, "float32").rows(ids, dtype) for dtype in (torch.float32, torch.bfloat16)
+        PackedLinear(grid, "float32").lookup(ids, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
     ]
 
 

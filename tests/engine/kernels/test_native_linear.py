@@ -211,7 +211,7 @@ def test_lattices_are_decoded_in_the_kernel(path: str, kind: str) -> None:
         half = x.bfloat16()
         assert error(PackedLinear(grid, "bfloat16")(half), half, weight) < 6e-3
         ids = torch.tensor([3, out - 1, 3])
-        torch.testing.assert_close(linear.rows(ids, torch.float32), weight.dequantize()[ids])
+        torch.testing.assert_close(linear.lookup(ids, torch.float32), weight.dequantize()[ids])
     whole = random_lattice(kind, 64, 512)
     assert PackedLinear(lattice_grid(whole), "int8").weight_bytes < 1.25 * whole.nbytes
 
@@ -229,7 +229,7 @@ def test_tables_of_whole_numbers_take_8_bit_inputs(path: str, scheme: Scheme) ->
         linear = PackedLinear(grid, "int8", input_block=32, levels=127.0)
         assert error(linear(x), rounded_in_blocks(x, 32, 127.0), weight) < 2e-6
         ids = torch.tensor([3, out - 1])
-        torch.testing.assert_close(linear.rows(ids, torch.float32), weight.dequantize()[ids])
+        torch.testing.assert_close(linear.lookup(ids, torch.float32), weight.dequantize()[ids])
 
 
 def test_blocks_of_inputs_have_scales_of_their_own(path: str) -> None:

@@ -43,7 +43,7 @@ def weight_of(scheme: Scheme, out: int, inputs: int) -> QuantizedTensor:
 def lookup(weight: QuantizedTensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     grid = grid_of(weight)
     assert grid is not None
-    return PackedLinear(grid, "int8").rows(ids, dtype)
+    return PackedLinear(grid, "int8").lookup(ids, dtype)
 
 
 @pytest.mark.parametrize("scheme", [*BLOCKS, *INTEGERS], ids=lambda scheme: scheme.label)

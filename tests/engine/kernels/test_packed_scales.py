@@ -111,7 +111,7 @@ def test_narrowed_scales_change_no_bit(
         assert one.weight_bytes < other.weight_bytes
         assert torch.equal(one(x), other(x))
         ids = torch.tensor([0, 31, 32, OUT - 1])
-        assert torch.equal(one.rows(ids, torch.float32), other.rows(ids, torch.float32))
+        assert torch.equal(one.lookup(ids, torch.float32), other.lookup(ids, torch.float32))
 
 
 def test_scales_of_many_values_stay_as_they_are() -> None:
