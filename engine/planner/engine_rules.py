@@ -1,7 +1,6 @@
-"""KV-cache allocation rules per engine: how many token slots each keeps for a sequence.
+"""KV-cache allocation rules per engine: how many bytes each keeps for a sequence.
 
-The unit is the token slots of one sequence, summed over the layers; a slot is `cached_elements` of the
-model wide. The rules differ in the handling of sliding windows and in their rounding:
+The rules differ in the handling of sliding windows and in their rounding to token slots:
 
     llmopt        every layer holds the whole sequence, in blocks; if every layer has a window, the widest
                   window and max_num_batched_tokens
@@ -12,7 +11,7 @@ model wide. The rules differ in the handling of sliding windows and in their rou
                   separate stream per sequence
     transformers  a windowed layer holds min(W - 1, S); no blocks
 
-Layers of a probed model differ in width and hold state; the same rules for them count bytes:
+Layers of a probed model differ in width, and hold state:
 
     llmopt        a state once
     vllm          one page size for all: the attention block grows until its page holds a layer's state, and
@@ -61,65 +60,97 @@ LLAMA_CPP_STEP = 256
 BLOCK_ALIGNMENT = 16
 
 Element = float | Fraction
+Classes = Counter[tuple[Fraction | int, int, int]]
 
 
-def _llmopt_probed(shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:
-    kept_tokens = tokens
-    windows = [t.window for t in shape.growing]
+def cache_classes(shape: ModelShape, element: Element, repeats: int = 1) -> Classes:
+    """Number of the cached tensors by bytes of an entry, window (0: none), and tokens of an entry. A window
+    of W keeps W - 1 tokens before the present one. A table's shape has one tensor a layer."""
+    if isinstance(shape, ProbedShape):
+        return Counter((entry_bytes(t, element), t.window, t.stride) for t in shape.growing)
+    size = repeats * shape.cached_elements * Fraction(element)
+    return Counter((size, (window or 1) - 1, 1) for window in shape.windows)
+
+
+def _total(classes: Classes, num_entries: Callable[[int, int], int]) -> int:
+    """Bytes of all classes; `num_entries` are those of a window and a stride."""
+    sizes = (
+        count * size * num_entries(window, stride)
+        for (size, window, stride), count in classes.items()
+    )
+    return ceil(sum(sizes))
+
+
+def _states(shape: ProbedShape) -> list[CachedTensor]:
+    """Tensors of a sequence's constant state."""
+    return [t for t in shape.layer_tensors if t.law != "growing"]
+
+
+def _llmopt(shape: ModelShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:
+    classes, block = cache_classes(shape, element), knobs.block_size
+    windows = [window for _, window, _ in classes]
     if windows and all(windows):
         window = Window(max(windows) + 1)
-        kept_tokens = min(
-            tokens, window.max_blocks(knobs.step_tokens, knobs.block_size) * knobs.block_size
-        )
-    slots = round_up(kept_tokens, knobs.block_size)
-    return _sum(shape.growing, element, lambda t: ceil(slots / t.stride)) + shape.state_bytes
+        tokens = min(tokens, window.max_blocks(knobs.step_tokens, block) * block)
+    slots = round_up(tokens, block)
+    return _total(classes, lambda _, stride: ceil(slots / stride)) + shape.state_bytes
 
 
-def _llama_cpp_probed(shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:
-    def num_entries(t: CachedTensor) -> int:
-        kept = min(tokens, t.window + 1 + knobs.ubatch_tokens) if t.window else tokens
-        return ceil(round_up(kept, LLAMA_CPP_STEP) / t.stride)
+def _llama_cpp(shape: ModelShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:
+    def num_entries(window: int, stride: int) -> int:
+        kept = min(tokens, window + 1 + knobs.ubatch_tokens) if window else tokens
+        return ceil(round_up(kept, LLAMA_CPP_STEP) / stride)
 
-    state = sum(
-        4 * shape.served_state_elements(t) for t in shape.layer_tensors if t.law != "growing"
-    )
-    return _sum(shape.growing, element, num_entries) + state
-
-
-def _transformers_probed(
-    shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs
-) -> int:
-    def num_entries(t: CachedTensor) -> int:
-        return t.entries(tokens) if shape.frees_windows else tokens // t.stride
-
-    own = [t for t in shape.layer_tensors if t.law != "growing"]
-    return _sum(shape.growing, element, num_entries) + sum(
-        t.num_bytes(tokens) for t in (*own, *shape.positions)
-    )
+    total = _total(cache_classes(shape, element), num_entries)
+    if isinstance(shape, ProbedShape):
+        total += sum(4 * shape.served_state_elements(t) for t in _states(shape))
+    return total
 
 
-def _paged_probed(
-    shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs, *, narrows: bool
+def _transformers(shape: ModelShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:
+    def num_entries(window: int, stride: int) -> int:
+        entries = tokens // stride
+        return min(entries, window) if window else entries
+
+    total = _total(cache_classes(shape, element, _repeats(shape)), num_entries)
+    if isinstance(shape, ProbedShape):
+        total += sum(t.num_bytes(tokens) for t in (*_states(shape), *shape.positions))
+    return total
+
+
+def _repeats(shape: ModelShape) -> int:
+    """Copies of each KV head: transformers repeats those of the new Falcon layout for all of a head's query
+    heads before it caches them."""
+    is_copied = shape.family == "falcon" and shape.num_kv_heads > 1
+    return shape.num_heads // shape.num_kv_heads if is_copied else 1
+
+
+def _paged(
+    shape: ModelShape, tokens: int, element: Element, knobs: CacheKnobs, *, narrows: bool = True
 ) -> int:
     """Pages of one sequence in all groups; compressed caches and indexer keys are pools of their own.
     `narrows`: recurrent states take as many bits as in vLLM, not as in transformers."""
-    layers: dict[tuple[int, int], Fraction] = defaultdict(Fraction)
     states: dict[int, int] = defaultdict(int)  # bytes of each layer that has a state
-    apart = []
-    for t in shape.layer_tensors:
-        if t.law != "growing":
+    apart: list[CachedTensor] = []
+    # Layers by vLLM's page spec: bytes of a token, and the window (0: none).
+    paged: Counter[tuple[Fraction | int, int]] = Counter()
+    if isinstance(shape, ProbedShape):
+        layers: dict[tuple[int, int], Fraction] = defaultdict(Fraction)
+        for t in _states(shape):
             width = shape.vllm_state_width(t) if narrows else t.element_bytes
             states[t.layer] += width * shape.served_state_elements(t)
-    for t in shape.growing:
-        if t.stride > 1 or is_indexer(t):
-            apart.append(t)
-        else:
-            window = t.window if knobs.frees_windows and shape.frees_windows else 0
-            layers[t.layer, window] += entry_bytes(t, element)
-    # Layers by vLLM's page spec: bytes of a token, and the window (0: none).
-    paged = Counter((size, window) for (_, window), size in layers.items())
+        for t in shape.growing:
+            if t.stride > 1 or is_indexer(t):
+                apart.append(t)
+            else:
+                window = t.window if knobs.frees_windows else 0
+                layers[t.layer, window] += entry_bytes(t, element)
+        paged.update((size, window) for (_, window), size in layers.items())
+    else:
+        for (size, window, _), count in cache_classes(shape, element).items():
+            paged[size, window if knobs.frees_windows else 0] += count
     block = knobs.block_size
-    rest = _sum(apart, element, lambda t: round_up(ceil(tokens / t.stride), block), _vllm_entry)
+    rest = sum(round_up(ceil(tokens / t.stride), block) * _vllm_entry(t, element) for t in apart)
     widest = max((size for size, _ in paged), default=Fraction(0))
     if not widest:
         return ceil(rest) + sum(states.values())
@@ -134,9 +165,14 @@ def _paged_probed(
     for (size, window), count in paged.items():
         # A narrower layer keeps more tokens in a page of the same size.
         per_page = max(1, int(block * widest / size))
-        kept = min(window + knobs.step_tokens, tokens) if window else tokens
-        pages += ceil(count / group) * (ceil(kept / per_page) + bool(window))
+        # A chunk keeps one token more than a window of its size, and has no spare page.
+        kept = min(window + shape.chunked + knobs.step_tokens, tokens) if window else tokens
+        spare = window > 0 and not shape.chunked
+        pages += ceil(count / group) * (ceil(kept / per_page) + spare)
     return ceil(rest + group * pages * block * widest)
+
+
+_sglang = partial(_paged, narrows=False)
 
 
 def _pool_group(counts: Iterable[int]) -> int:
@@ -153,56 +189,20 @@ def _vllm_entry(tensor: CachedTensor, element: Element) -> Fraction | int:
     return entry_bytes(tensor, element)
 
 
-def _sum(
-    tensors: Iterable[CachedTensor],
-    element: Element,
-    num_entries: Callable[[CachedTensor], int],
-    size: Callable[[CachedTensor, Element], Fraction | int] = entry_bytes,
-) -> int:
-    return ceil(sum(num_entries(t) * size(t, element) for t in tensors))
-
-
-_PROBED_RULES: dict[str, Callable[[ProbedShape, int, Element, CacheKnobs], int]] = {
-    "llmopt": _llmopt_probed,
-    "vllm": partial(_paged_probed, narrows=True),
-    "sglang": partial(_paged_probed, narrows=False),
-    "trtllm": partial(_paged_probed, narrows=True),
-    "llama.cpp": _llama_cpp_probed,
-    "transformers": _transformers_probed,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class EngineRule:
-    """The cache rule of an engine: `slots` computes it; `kv_dtypes` are the dtypes that it can store, and
-    `default_kv_dtype` the one without an option."""
+    """The cache rule of an engine: `kv_bytes` are those of one sequence, its constant state included;
+    `kv_dtypes` are the dtypes that it can store, and `default_kv_dtype` the one without an option."""
 
     name: str
-    slots: Callable[[ModelShape, int, CacheKnobs], int]
+    kv_bytes: Callable[[ModelShape, int, Element, CacheKnobs], int]
     kv_dtypes: tuple[str, ...]
     description: str
     default_kv_dtype: str = "bf16"
 
-    def kv_bytes(
-        self,
-        shape: ModelShape,
-        num_tokens: int,
-        bytes_per_element: float | Fraction,
-        knobs: CacheKnobs,
-    ) -> int:
-        """KV-cache bytes of one sequence, its constant state included."""
-        if isinstance(shape, ProbedShape):
-            return _PROBED_RULES[self.name](shape, num_tokens, bytes_per_element, knobs)
-        slots = self.slots(shape, num_tokens, knobs)
-        return ceil(slots * self.cached_elements(shape) * bytes_per_element)
-
     def cached_elements(self, shape: ModelShape) -> int:
-        """Elements of a slot: the model's, except that transformers caches the new Falcon layout after
-        repeating each KV head for all of its query heads."""
-        if self.name == "transformers" and shape.family == "falcon":
-            per_group = shape.num_heads // shape.num_kv_heads if shape.num_kv_heads > 1 else 1
-            return shape.cached_elements * per_group
-        return shape.cached_elements
+        """Elements of a token slot."""
+        return shape.cached_elements * (_repeats(shape) if self.name == "transformers" else 1)
 
 
 def resident_tokens(shape: ModelShape, tokens: int, step_tokens: int, block_size: int) -> int:
@@ -211,46 +211,6 @@ def resident_tokens(shape: ModelShape, tokens: int, step_tokens: int, block_size
     if len(windows) < shape.num_layers:
         return tokens
     return min(tokens, Window(max(windows)).max_blocks(step_tokens, block_size) * block_size)
-
-
-def _llmopt(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
-    resident = resident_tokens(shape, tokens, knobs.step_tokens, knobs.block_size)
-    return shape.num_layers * round_up(resident, knobs.block_size)
-
-
-def _vllm(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
-    whole = round_up(tokens, knobs.block_size)
-    classes = Counter(shape.windows)
-    if not knobs.frees_windows or set(classes) == {None}:
-        return shape.num_layers * whole
-    group = _pool_group(classes.values())
-    return group * sum(
-        ceil(count / group) * _vllm_held(shape, window, tokens, knobs)
-        for window, count in classes.items()
-    )
-
-
-def _vllm_held(shape: ModelShape, window: int | None, tokens: int, knobs: CacheKnobs) -> int:
-    if window is None:
-        return round_up(tokens, knobs.block_size)
-    if shape.chunked:
-        return round_up(min(window + knobs.step_tokens, tokens), knobs.block_size)
-    reach = min(window - 1 + knobs.step_tokens, tokens)
-    return round_up(reach, knobs.block_size) + knobs.block_size
-
-
-def _llama_cpp(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
-    kept_tokens = (
-        tokens if window is None else min(tokens, window + knobs.ubatch_tokens)
-        for window in shape.windows
-    )
-    return sum(round_up(count, LLAMA_CPP_STEP) for count in kept_tokens)
-
-
-def _transformers(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
-    return sum(
-        tokens if window is None else min(tokens, max(1, window - 1)) for window in shape.windows
-    )
 
 
 RULES = {
@@ -265,7 +225,7 @@ RULES = {
         ),
         EngineRule(
             "vllm",
-            _vllm,
+            _paged,
             ("bf16", "f16", "float32", "fp8", "fp8_ds_mla", "fp8_per_token_head", "int8", "nvfp4"),
             "a window keeps W - 1 + max_num_batched_tokens and a block; layer groups are padded; a state "
             "takes a page",
@@ -287,8 +247,6 @@ RULES = {
 }
 
 
-PAGED_LIKE_VLLM = ("sglang", "trtllm")
-"""Servers with paged caches, which are planned by vLLM's rule; their speed is their own."""
 ENGINES = ("vllm", "sglang", "trtllm", "llmopt", "llama.cpp", "transformers")
 
 
@@ -296,4 +254,6 @@ def engine_rule(name: str) -> EngineRule:
     """The rule of the engine of that name. Raises BadInput: an unknown engine."""
     if name not in ENGINES:
         raise BadInput(f"no engine {name!r}: {offer(name, (*ENGINES, 'all'))}")
-    return replace(RULES["vllm"], name=name) if name in PAGED_LIKE_VLLM else RULES[name]
+    if name == "sglang":  # it and trtllm are paged by vLLM's rule; their speed is their own
+        return replace(RULES["vllm"], name=name, kv_bytes=_sglang)
+    return replace(RULES["vllm"], name=name) if name == "trtllm" else RULES[name]

@@ -101,8 +101,8 @@ def _cache(plan: DeploymentPlan) -> Iterator[Formula]:
         if isinstance(shape, ProbedShape):
             kept, numbers = "KV and state", f"{work.context:,} tokens, blocks of {work.block_size}"
         else:
-            slot = _number(rule.cached_elements(shape) * element)
-            kept, numbers = "KV", f"{rule.slots(shape, work.context, knobs):,} slots x {slot}"
+            slot = rule.cached_elements(shape) * element
+            kept, numbers = "KV", f"{round(size / slot):,} slots x {_number(slot)}"
         yield Formula(
             f"{kept} of a sequence in {rule.name}",
             rule.description,

@@ -67,6 +67,11 @@ def gib(engine: str, name: str, tokens: int = K128, knobs: CacheKnobs = KNOBS) -
     return RULES[engine].kv_bytes(shape(name), tokens, 2, knobs) / GIB
 
 
+def slots(engine: str, model: ModelShape, tokens: int, knobs: CacheKnobs = KNOBS) -> int:
+    rule = RULES[engine]
+    return rule.kv_bytes(model, tokens, 1, knobs) // rule.cached_elements(model)
+
+
 def test_the_bundled_models_are_in_the_table() -> None:
     assert set(TABLE) <= set(model_names())
 
@@ -95,10 +100,10 @@ def test_the_table_is_reproduced(name: str) -> None:
 def test_vllm_pads_odd_classes_to_groups_of_one_size(name: str, groups: int, padding: int) -> None:
     model = shape(name)
     # At a single block every layer of every group holds one, and a windowed one its spare block too.
-    slots = RULES["vllm"].slots(model, 16, CacheKnobs(block_size=16))
+    kept = slots("vllm", model, 16, CacheKnobs(block_size=16))
     full = sum(window is None for window in model.windows)
     spare = 0 if model.chunked else 16 * (model.num_layers - full + padding)
-    assert slots - spare == 16 * (model.num_layers + padding)
+    assert kept - spare == 16 * (model.num_layers + padding)
     assert (model.num_layers + padding) % groups == 0
 
 
@@ -115,13 +120,13 @@ def test_vllm_windows_grow_with_the_step() -> None:
 
 def test_short_sequences_are_rounded_to_blocks_by_each_engine() -> None:
     model = shape("llama-3.1-8b")
-    slots = {name: rule.slots(model, 100, KNOBS) // 32 for name, rule in RULES.items()}
-    assert slots == {"llmopt": 112, "vllm": 112, "llama.cpp": 256, "transformers": 100}
+    per_layer = {name: slots(name, model, 100) // 32 for name in RULES}
+    assert per_layer == {"llmopt": 112, "vllm": 112, "llama.cpp": 256, "transformers": 100}
 
 
 def test_transformers_keeps_one_token_less_than_a_window() -> None:
-    assert RULES["transformers"].slots(shape("mistral-7b-v0.1"), K128, KNOBS) == 32 * 4095
-    assert RULES["transformers"].slots(shape("mistral-7b-v0.1"), 100, KNOBS) == 32 * 100
+    assert slots("transformers", shape("mistral-7b-v0.1"), K128) == 32 * 4095
+    assert slots("transformers", shape("mistral-7b-v0.1"), 100) == 32 * 100
 
 
 def test_transformers_copies_the_heads_of_the_new_falcon_layout() -> None:
