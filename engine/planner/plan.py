@@ -146,34 +146,30 @@ def make_plan(
     recipe: WeightRecipe,
     workload: PlannedWorkload,
     devices: Sequence[Device],
-    tp: int | None = None,
+    setup: Setup = Setup(),
     *,
-    setup: Setup | None = None,
     ranked: bool = False,
     beside: str | None = None,
 ) -> DeploymentPlan:
-    """Plan the workload on each device; without a parallel size in `tp` or the setup, on as few as fit it.
+    """Plan the workload on each device; without a parallel size in the setup, on as few as fit it.
     `ranked` sorts by fit, then by the cost within an SLO, or without one by number of devices and speed.
     `beside` is a second engine for every GPU. Raises BadInput: heads or layers do not divide as requested, or
     the KV dtype does not suit the model."""
-    chosen = setup or Setup()
-    if tp is not None:
-        chosen = replace(chosen, tp=tp)
     kv_dtype(workload.kv_dtype).bytes_per_element(model.shape)
     if workload.eviction is not None:
         check_evictable(model.shape, workload.eviction.budget)
-        if chosen.engine != "llmopt":
-            raise BadInput(f"kv_budget is an option of llmopt's engine, not of {chosen.engine}")
-        if chosen.speculation is not None:
+        if setup.engine != "llmopt":
+            raise BadInput(f"kv_budget is an option of llmopt's engine, not of {setup.engine}")
+        if setup.speculation is not None:
             raise BadInput("--draft-tokens: draft tokens and a kv_budget do not go together")
-    solvers = solvers_on(devices, model, recipe, workload, chosen)
+    solvers = solvers_on(devices, model, recipe, workload, setup)
     plans = [
-        _on_device(solver, model, device, chosen)
+        _on_device(solver, model, device, setup)
         for solver, device in zip(solvers, devices, strict=True)
     ]
-    setups = [chosen]
+    setups = [setup]
     if beside is not None:
-        second = replace(chosen, engine=beside, engine_version="")
+        second = replace(setup, engine=beside, engine_version="")
         setups.append(second)
         solvers = solvers_on(devices, model, recipe, replace(workload, load=None), second)
         for index, (plan, solver) in enumerate(zip(plans, solvers, strict=True)):
@@ -186,7 +182,7 @@ def make_plan(
     if ranked:
         plans.sort(key=_rank)
     warnings = tuple(_warnings(model, workload, setups, plans))
-    return DeploymentPlan(model, recipe, workload, chosen, tuple(plans), warnings)
+    return DeploymentPlan(model, recipe, workload, setup, tuple(plans), warnings)
 
 
 def solvers_on(

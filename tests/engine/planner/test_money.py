@@ -91,10 +91,8 @@ def test_speculation_helps_small_batches_and_not_full_ones() -> None:
     model, device = find_model("llama-3.1-8b"), find_device("h100")
 
     def gain(sequences: int) -> Any:
-        setup = Setup(speculation=Speculation(4, 0.8), max_num_seqs=1024)
-        (plan,) = make_plan(
-            model, BF16, PlannedWorkload(256, sequences), [device], 1, setup=setup
-        ).devices
+        setup = Setup(speculation=Speculation(4, 0.8), max_num_seqs=1024, tp=1)
+        (plan,) = make_plan(model, BF16, PlannedWorkload(256, sequences), [device], setup).devices
         return plan.speculation
 
     assert gain(1).verification_steps == pytest.approx(1, abs=0.02)
@@ -104,9 +102,9 @@ def test_speculation_helps_small_batches_and_not_full_ones() -> None:
 
 def test_a_plan_prices_its_requests() -> None:
     model, device = find_model("llama-3.1-8b"), find_device("h100")
-    setup = Setup(prices=Prices(3.0))
+    setup = Setup(prices=Prices(3.0), tp=1)
     workload = PlannedWorkload(4096, 8, output_tokens=1024)
-    (plan,) = make_plan(model, BF16, workload, [device], 1, setup=setup).devices
+    (plan,) = make_plan(model, BF16, workload, [device], setup).devices
     assert plan.cost and (speed := plan.tokens_per_second)
     # A request costs its answer at the one predicted throughput, which pays for the prompt.
     assert plan.cost.request == pytest.approx(3.0 / 3600 * 1024 / speed)
@@ -120,9 +118,9 @@ def test_draft_tokens_and_cached_prefixes_count_in_the_cost() -> None:
     model, device, prices = find_model("llama-3.1-8b"), find_device("h100"), Prices(3.0)
 
     def plan(prefix_share: float = 0.0, draft: Speculation | None = None) -> Any:
-        setup = Setup(prices=prices, speculation=draft)
+        setup = Setup(prices=prices, speculation=draft, tp=1)
         work = PlannedWorkload(4096, 8, prefix_share=prefix_share)
-        return make_plan(model, BF16, work, [device], 1, setup=setup).devices[0]
+        return make_plan(model, BF16, work, [device], setup).devices[0]
 
     plain, cached, drafted = plan(), plan(0.5), plan(draft=Speculation(4, 0.8))
     assert cached.cost.input_per_million < 0.8 * plain.cost.input_per_million

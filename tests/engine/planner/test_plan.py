@@ -27,7 +27,9 @@ def plan_70b(
     context: int = 131072, sequences: int = 1, kv: str = "bf16", ranks: int | None = None
 ) -> DeploymentPlan:
     workload = PlannedWorkload(context, sequences, kv)
-    return make_plan(find_model("llama-70b"), BF16, workload, [find_device("h100")], ranks)
+    return make_plan(
+        find_model("llama-70b"), BF16, workload, [find_device("h100")], Setup(tp=ranks)
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_memory_adds_up() -> None:
 
 def test_weights_that_do_not_fit_are_named() -> None:
     plan = make_plan(
-        find_model("llama-405b"), BF16, PlannedWorkload(4096), [find_device("4090")], 8
+        find_model("llama-405b"), BF16, PlannedWorkload(4096), [find_device("4090")], Setup(tp=8)
     )
     assert plan.devices[0].binding_constraint == "weights"
     assert plan.devices[0].max_context == 0
@@ -151,14 +153,14 @@ def test_nonsense_workloads_are_refused(changes: dict[str, Any]) -> None:
 def test_speed_follows_bytes_and_bandwidth() -> None:
     model = find_model("llama-3.1-8b")
     h100 = find_device("h100")
-    (device,) = make_plan(model, BF16, PlannedWorkload(4096), [h100], 1).devices
+    (device,) = make_plan(model, BF16, PlannedWorkload(4096), [h100], Setup(tp=1)).devices
     assert device.decode and device.decode_bound and device.prefill and device.prefill_bound
     read = 2 * (8_030_261_248 - 128256 * 4096) + 4096 * 131_072
     assert device.decode_bound.seconds == pytest.approx(read / 3350e9)
     assert (device.decode.bound, device.prefill.bound) == ("bandwidth", "compute")
     assert device.decode.seconds > device.decode_bound.seconds
     faster = replace(h100, bandwidth=6700e9)
-    (halved,) = make_plan(model, BF16, PlannedWorkload(4096), [faster], 1).devices
+    (halved,) = make_plan(model, BF16, PlannedWorkload(4096), [faster], Setup(tp=1)).devices
     assert halved.decode_bound
     assert halved.decode_bound.seconds == pytest.approx(device.decode_bound.seconds / 2)
 
@@ -166,9 +168,9 @@ def test_speed_follows_bytes_and_bandwidth() -> None:
 def test_four_bit_weights_speed_up_decode_and_slow_prefill_down() -> None:
     """They are widened for the tensor cores: one row of decode reads less, a full chunk computes more."""
     model, h100 = find_model("llama-3.1-8b"), find_device("h100")
-    plain = make_plan(model, BF16, PlannedWorkload(4096), [h100], 1).devices[0]
+    plain = make_plan(model, BF16, PlannedWorkload(4096), [h100], Setup(tp=1)).devices[0]
     packed = make_plan(
-        model, recipe_for("int4", model.shape), PlannedWorkload(4096), [h100], 1
+        model, recipe_for("int4", model.shape), PlannedWorkload(4096), [h100], Setup(tp=1)
     ).devices[0]
     assert plain.decode and packed.decode and plain.prefill and packed.prefill
     assert packed.decode.seconds < plain.decode.seconds
@@ -178,7 +180,7 @@ def test_four_bit_weights_speed_up_decode_and_slow_prefill_down() -> None:
 def test_two_gpus_are_less_than_twice_as_fast() -> None:
     one, two = (
         make_plan(
-            find_model("llama-8b"), BF16, PlannedWorkload(4096), [find_device("h100")], n
+            find_model("llama-8b"), BF16, PlannedWorkload(4096), [find_device("h100")], Setup(tp=n)
         ).devices[0]
         for n in (1, 2)
     )

@@ -40,7 +40,11 @@ def test_each_relaxation_brings_what_it_says() -> None:
     assert (four["--tp 8"].max_concurrent_sequences, four["--tp 8"].gpus) == (9, 8)
     quantized = recipe_for("int4", find_model("llama-70b").shape)
     made = make_plan(
-        find_model("llama-70b"), quantized, PlannedWorkload(131072), [find_device("h100")], 4
+        find_model("llama-70b"),
+        quantized,
+        PlannedWorkload(131072),
+        [find_device("h100")],
+        Setup(tp=4),
     ).devices[0]
     assert four["--weights int4"].max_concurrent_sequences == made.max_concurrent_sequences
 
@@ -209,8 +213,8 @@ def test_a_cache_of_a_given_size_bounds_the_sequences() -> None:
     plan = solve("llama-8b", 4096, kv_cache_bytes=4 * GIB)
     assert (plan.kv_budget_bytes, plan.max_concurrent_sequences) == (4 * GIB, 8)
     small = Device("own", 24 * GIB)
-    given = Setup(kv_cache_bytes=64 * GIB)
+    given = Setup(kv_cache_bytes=64 * GIB, tp=1)
     (too_much,) = make_plan(
-        find_model("llama-8b"), BF16, PlannedWorkload(4096), [small], 1, setup=given
+        find_model("llama-8b"), BF16, PlannedWorkload(4096), [small], given
     ).devices
     assert too_much.kv_budget_bytes < 8 * GIB  # no more than is there
