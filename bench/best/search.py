@@ -30,6 +30,7 @@ from ...engine.config.plan_options import PlanRequest
 from ...engine.planner.catalog import find_model
 from ...engine.planner.devices import Device, choose_devices
 from ...engine.planner.engine_rules import engine_rule
+from ...engine.planner.expected import Loop
 from ...engine.planner.plan_request import named_recipe, plan_for
 from ...engine.planner.weights import WeightRecipe, weight_bytes
 from ...quant.base.scheme import Scheme
@@ -172,7 +173,7 @@ class Target:
             places = min(plan.max_concurrent_sequences, _MOST_CLIENTS)
             loads = {str(1 << n): 1 << n for n in range((places - 1).bit_length())}
             for name, clients in {**loads, FULL: places}.items():
-                state = expected.loaded(work.prompt, work.output, clients, places)
+                state = expected.loaded(Loop(work.prompt, work.output, clients, places))
                 throughput[name] = state.throughput
         return {"speed": speed, "throughput": throughput, "unfit": why}
 

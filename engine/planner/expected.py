@@ -28,21 +28,8 @@ from .memory import Deployment, Reserve
 from .offload import Offload
 from .setup import PlannedWorkload, Setup, Speculation
 from .speed import Efficiency, StepTime, decode_time, prefill_time
-from .step_model import (
-    Loads,
-    StepModel,
-    StepWork,
-    TimesSteps,
-    generation,
-    weight_dtype,
-)
-from .step_parameters import (
-    OwnRows,
-    level,
-    measured_parameters,
-    parameter_file,
-    resolve,
-)
+from .step_model import Loads, StepModel, StepWork, TimesSteps, generation, weight_dtype
+from .step_parameters import OwnRows, level, measured_parameters, parameter_file, resolve
 
 CHUNK_TOKENS = 8192
 
@@ -117,24 +104,14 @@ def throughput(loop: Loop, ttft: Any, tpot: Any) -> Any:
 
 
 def steady_state(
-    model: StepModel,
-    prompt: int,
-    output: int,
-    concurrency: int,
-    *,
-    resident: float,
-    cached: int = 0,
-    speculation: Speculation | None = None,
-    at_once: bool = True,
+    model: StepModel, loop: Loop, *, speculation: Speculation | None = None, at_once: bool = True
 ) -> Prediction:
-    """Means of `concurrency` clients with prompts of `prompt` and answers of `output` tokens, of which the
-    cache holds `resident` at once, and of each prompt `cached` tokens of a prefix. Each stage of a pipeline
-    computes a batch of its own, of an equal share of the clients. `at_once` is False if the first requests
-    do not arrive in one burst."""
-    share = max(1.0, concurrency / model.parallel.pp)
-    resident = min(share, max(1.0, resident / model.parallel.pp))
-    loop = Loop(prompt, output, share, resident, cached)
-    works, known = loop_works(loop), model.parameters
+    """Means of a loop. Each stage of a pipeline computes a batch of its own, of an equal share of the
+    clients. `at_once` is False if the first requests do not arrive in one burst."""
+    clients = max(1.0, loop.concurrency / model.parallel.pp)
+    resident = min(clients, max(1.0, loop.resident / model.parallel.pp))
+    share = loop._replace(concurrency=clients, resident=resident)
+    works, known = loop_works(share), model.parameters
     decode, mixed, packed = map(model.plain_seconds, works[:3])
     times = LoopTimes(decode, mixed, packed / works.packed_prompts)
     if speculation is not None:
@@ -142,16 +119,15 @@ def steady_state(
         token = speculation.token_seconds(times.decode, verified)
         times = times._replace(decode=token, mixed=token + times.mixed - times.decode)
     values = known.values if at_once else {**known.values, "load.burst": 0.0}
-    ttft, tpot = closed_loop(loop, times, values)
+    ttft, tpot = closed_loop(share, times, values)
     ttft *= known.ttft_factor
     tpot *= known.tpot_factor
-    together = throughput(loop._replace(concurrency=concurrency), ttft, tpot)
-    return Prediction(concurrency, ttft, tpot, together)
+    return Prediction(loop.concurrency, ttft, tpot, throughput(loop, ttft, tpot))
 
 
 def _verification(decode: StepWork, speculation: Speculation) -> StepWork:
     tokens = speculation.draft_tokens + 1
-    return replace(decode, decode_sequences=tokens * decode.decode_sequences)
+    return decode._replace(decode_sequences=tokens * decode.decode_sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,35 +205,18 @@ class Expectation:
 
     def floor(self, prompt: int, cached: int = 0) -> float:
         """Seconds that an idle engine's first token takes beyond its prefill: the host's, mostly."""
-        whole = steady_state(self.steps, prompt, 1, 1, resident=1, cached=cached).ttft_seconds
+        whole = steady_state(self.steps, Loop(prompt, 1, 1, 1, cached)).ttft_seconds
         return max(0.0, whole - self.steps.seconds(StepWork.of(0, 0, prompt - cached, cached)))
 
-    def loaded(
-        self,
-        prompt: int,
-        output: int,
-        clients: int,
-        resident: int,
-        cached: int = 0,
-        at_once: bool = True,
-    ) -> Prediction:
-        """Prediction for a closed loop of that many clients, of which the cache holds `resident` at once, and
-        `cached` tokens of each prompt."""
-        means = steady_state(
-            self.steps,
-            prompt,
-            output,
-            clients,
-            resident=max(1, resident),
-            cached=cached,
-            speculation=self.speculation,
-            at_once=at_once,
-        )
-        return replace(means, band=self.band(clients))
+    def loaded(self, loop: Loop, at_once: bool = True) -> Prediction:
+        """Prediction for a closed loop, of which the cache holds one sequence at least."""
+        loop = loop._replace(resident=max(1, loop.resident))
+        means = steady_state(self.steps, loop, speculation=self.speculation, at_once=at_once)
+        return replace(means, band=self.band(loop.concurrency))
 
     def loaded_by(self, work: PlannedWorkload, clients: int, resident: int) -> Prediction:
         lengths = work.prompt_tokens, work.answer_tokens
-        return self.loaded(*lengths, clients, resident, work.cached_tokens)
+        return self.loaded(Loop(*lengths, clients, resident, work.cached_tokens))
 
     def band(self, clients: float) -> ErrorBand | None:
         """The error of deployments like this one, narrowed by rows of the machine; None without either."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ...base.errors import BadInput
-from .expected import Expectation
+from .expected import Expectation, Loop
 from .plan import DeploymentPlan, DevicePlan, solvers_on
 from .weights import WeightRecipe, recipe_for
 
@@ -69,7 +69,7 @@ def _speed_of(plan: DeploymentPlan, device: DevicePlan, recipe: WeightRecipe) ->
         prompt, output = map(ceil, work.load.load.mean_lengths())
         cached = work.load.load.cached_tokens(prompt)
     few, full = (
-        expected.loaded(prompt, output, count, places, cached).throughput
+        expected.loaded(Loop(prompt, output, count, places, cached)).throughput
         for count in (clients, places)
     )
     return FormatSpeed(recipe.name, clients, few, places, full)

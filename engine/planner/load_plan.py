@@ -12,7 +12,7 @@ from typing import Any
 from ..base.units import PRECISION, SloResult, highest_near
 from ..scheduling.scheduler_config import SchedulerConfig
 from .devices import Device
-from .expected import Expectation
+from .expected import Expectation, Loop
 from .load import Load, LoadResult, PlannedLoad, Prediction, Slo
 from .memory import Deployment
 from .setup import MILLION, SECONDS_PER_HOUR, Setup
@@ -155,7 +155,7 @@ class LoadPlanner:
         prompt, output = map(ceil, self._asked.load.mean_lengths())
         most, cached = self._most_sequences(deployment), self._asked.load.cached_tokens(prompt)
         expected = self._expected(deployment)
-        return expected.loaded(prompt, output, concurrency, most, cached, at_once)
+        return expected.loaded(Loop(prompt, output, concurrency, most, cached), at_once)
 
     def _in_flight(self, deployment: Deployment, rate: float) -> int:
         """Fewest clients that send requests at this rate; all places where not even they do."""

@@ -17,7 +17,7 @@ from ...quant.model.checkpoint import check_kinds, read_json
 from ...recipes import MODELS
 from .catalog import PlannedModel, find_model
 from .devices import Device, find_device
-from .expected import Expectation
+from .expected import Expectation, Loop
 from .load import Prediction
 from .memory import Deployment
 from .setup import Setup
@@ -63,7 +63,7 @@ class OwnRow:
         recipe = setup.run_recipe(model.as_stored(), model.shape, device)
         deployment = Deployment(model.shape, recipe, self.kv_bytes_per_element, self.block_size)
         expected = Expectation.of(deployment, device, model.name, setup)
-        return expected.loaded(*self.loop, self.resident)
+        return expected.loaded(Loop(*self.loop, self.resident))
 
     def request_seconds(self, ttft_seconds: float, tpot_seconds: float) -> float:
         return ttft_seconds + (self.output_tokens - 1) * tpot_seconds

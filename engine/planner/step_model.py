@@ -10,16 +10,17 @@ the shared physics. Loads are per rank of one tensor-parallel group.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, e, log1p
+from math import ceil, e, inf, log1p
 from typing import Any, NamedTuple, Protocol
 
 from ...base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from .devices import Device
+from .engine_rules import cache_classes
 from .offload import Offload
-from .probed_shape import ProbedShape
 from .step_parameters import Deployed, StepParameters, fitted_parameters
 from .weights import WeightRecipe
 
@@ -32,8 +33,7 @@ MLP_LAUNCHES, EXPERT_LAUNCHES = 4, 8
 DENSE_LAUNCHES = ATTENTION_LAUNCHES["heads"] + MLP_LAUNCHES
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """Tokens that one engine step computes, summed over its sequences. `decode_context_tokens` are the cached
     tokens that the decode rows read; `prefill_context_tokens` sums, over the prompt tokens of the step, the
     tokens that each attends to."""
@@ -52,13 +52,7 @@ class StepWork:
 
     def times(self, ranks: int) -> StepWork:
         """The work of `ranks` ranks that have this each."""
-        return StepWork(
-            ranks * self.decode_sequences,
-            ranks * self.decode_context_tokens,
-            ranks * self.prefill_tokens,
-            ranks * self.prefill_context_tokens,
-            ranks * self.prefill_sequences,
-        )
+        return self._make(ranks * value for value in self)
 
 
 class TimesSteps(Protocol):
@@ -433,14 +427,7 @@ def _weights_on_rank(shape: ModelShape, recipe: WeightRecipe, parallel: Parallel
 def _cache_classes(shape: ModelShape, tp: int) -> tuple[tuple[float, float], ...]:
     """Cached elements per token on a rank by the window that they are read within."""
     heads = 1.0 if shape.latent else ceil(shape.num_kv_heads / tp) / shape.num_kv_heads
-    classes: dict[float, float] = {}
-    if isinstance(shape, ProbedShape):
-        for tensor in shape.growing:
-            window = tensor.window + 1 if tensor.window else float("inf")
-            elements = tensor.heads * tensor.width / tensor.stride * heads
-            classes[window] = classes.get(window, 0.0) + elements
-    else:
-        for size in shape.windows:
-            window = float("inf") if size is None else float(size)
-            classes[window] = classes.get(window, 0.0) + shape.cached_elements * heads
-    return tuple(classes.items())
+    elements: dict[float, float] = defaultdict(float)
+    for (size, window, stride), count in cache_classes(shape, 1).items():
+        elements[window + 1 if window else inf] += count * float(size) / stride * heads
+    return tuple(elements.items())

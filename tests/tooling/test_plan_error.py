@@ -13,7 +13,7 @@ import pytest
 from llmopt.engine.planner import error_bands
 from llmopt.engine.planner.catalog import model_names
 from llmopt.engine.planner.error_bands import Known
-from llmopt.engine.planner.expected import CHUNK_TOKENS, steady_state, throughput
+from llmopt.engine.planner.expected import CHUNK_TOKENS, Loop, steady_state, throughput
 from llmopt.engine.planner.step_model import Parallelism, StepModel, StepWork
 from llmopt.engine.planner.step_parameters import parameter_file
 
@@ -304,7 +304,7 @@ def test_what_is_judged_is_what_a_plan_says(tmp_path: Path) -> None:
             parallel=row.parallel,
             kv_bytes_per_element=kv_bytes(row),
         )
-        plan = steady_state(model, row.prompt, row.output, row.concurrency, resident=resident)
+        plan = steady_state(model, Loop(row.prompt, row.output, row.concurrency, resident))
         judged = [column[index] for column in found]
         assert judged == pytest.approx(
             [plan.ttft_seconds, plan.tpot_seconds, plan.throughput], rel=1e-3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,7 +126,7 @@ def row_works(row: Row, loop: Loop) -> LoopWorks:
     """Steps of a row's loop: a decode step verifies the draft tokens of each sequence too."""
     works = loop_works(loop, row.chunk_tokens)
     decode, mixed = (
-        replace(work, decode_sequences=work.decode_sequences * (1 + row.drafts))
+        work._replace(decode_sequences=work.decode_sequences * (1 + row.drafts))
         for work in (works.decode, works.mixed)
     )
     return works._replace(decode=decode, mixed=mixed)

@@ -9,7 +9,7 @@ from llmopt.base.errors import BadInput
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.devices import find_device
 from llmopt.engine.planner.error_bands import FEWEST_ROWS, Likeness, error_band
-from llmopt.engine.planner.expected import Expectation, steady_state
+from llmopt.engine.planner.expected import Expectation, Loop, steady_state
 from llmopt.engine.planner.load import Prediction
 from llmopt.engine.planner.memory import Deployment
 from llmopt.engine.planner.setup import Setup
@@ -116,7 +116,7 @@ def test_every_parameter_and_factor_is_used() -> None:
 
     def predicted(values: dict[str, float]) -> list[Prediction]:
         models = [replace(model, parameters=StepParameters(values)) for model in deployments]
-        return [steady_state(model, 2000, 500, 256, resident=128) for model in models]
+        return [steady_state(model, Loop(2000, 500, 256, 128)) for model in models]
 
     plain = resolve(table, ())
     before = predicted(plain)
@@ -140,11 +140,11 @@ def test_what_was_measured_of_a_model_corrects_it_and_the_rest_takes_the_shared_
 
 def test_a_closed_loop_waits_for_prompts_and_for_places() -> None:
     model = step_model()
-    few, many = (steady_state(model, 1000, 500, n, resident=n) for n in (1, 64))
+    few, many = (steady_state(model, Loop(1000, 500, n, n)) for n in (1, 64))
     assert many.tpot_seconds > few.tpot_seconds
     assert many.ttft_seconds > few.ttft_seconds
     assert few.throughput < many.throughput < 64 * few.throughput
-    held = steady_state(model, 1000, 500, 64, resident=16)
+    held = steady_state(model, Loop(1000, 500, 64, 16))
     assert held.ttft_seconds > 2 * 500 * held.tpot_seconds
     assert held.tpot_seconds < many.tpot_seconds
 
