@@ -38,10 +38,16 @@ def _with_sink(top, total, acc, sink):
 
 
 @triton.jit
-def _visible_tiles(
-    first, num_cached, count, sink_length, evicted_span, TOKENS: tl.constexpr, SEES: tl.constexpr
-):
+def _span(segment_ptr):
+    """Tokens of a segment, its tokens so far, its sink length, and its evicted span."""
+    count, num_cached = tl.load(segment_ptr + 1), tl.load(segment_ptr + 2)
+    return count, num_cached, tl.load(segment_ptr + 3), tl.load(segment_ptr + 4)
+
+
+@triton.jit
+def _visible_tiles(first, span, TOKENS: tl.constexpr, SEES: tl.constexpr):
     """End of held slots, sink tiles, first tile after them, and number of the tiles that query tokens see."""
+    count, num_cached, sink_length, evicted_span = span
     lowest = num_cached - count + first
     highest = tl.minimum(lowest + TOKENS, num_cached) - 1
     end = _held_slot(highest, sink_length, evicted_span) + 1
@@ -57,19 +63,10 @@ def _visible_tiles(
 
 
 @triton.jit
-def _inner_tiles(
-    first,
-    num_cached,
-    count,
-    sink_length,
-    evicted_span,
-    sink_tiles,
-    start_tile,
-    num_tiles,
-    TOKENS: tl.constexpr,
-    SEES: tl.constexpr,
-):
+def _inner_tiles(first, span, visible, TOKENS: tl.constexpr, SEES: tl.constexpr):
     """The key tiles, among the visible ones, all of whose keys every query token sees: begin and end."""
+    count, num_cached, sink_length, evicted_span = span
+    sink_tiles, start_tile, num_tiles = visible
     lowest = num_cached - count + first
     highest = tl.minimum(lowest + TOKENS, num_cached) - 1
     start = lowest * 0
@@ -115,13 +112,7 @@ def list_parts(
         is_tile = tile < num_query_tiles
         segment = segment_ptr + tl.load(tile_ptr + tile * 3, mask=is_tile, other=0) * 6
         first = tl.load(tile_ptr + tile * 3 + 1, mask=is_tile, other=0)
-        count = tl.load(segment + 1)
-        num_cached = tl.load(segment + 2)
-        sink_length = tl.load(segment + 3)
-        evicted_span = tl.load(segment + 4)
-        _, _, _, num_tiles = _visible_tiles(
-            first, num_cached, count, sink_length, evicted_span, TOKENS, SEES
-        )
+        _, _, _, num_tiles = _visible_tiles(first, _span(segment), TOKENS, SEES)
         part_tiles = _part_tiles(num_tiles, SEES)
         parts = tl.where(is_tile, tl.maximum((num_tiles + part_tiles - 1) // part_tiles, 1), 0).to(
             tl.int32
@@ -241,10 +232,8 @@ def attend(
         part_row = tl.load(at + 2)
         segment = segment_ptr + tl.load(at) * 6
         begin = tl.load(segment)
-        count = tl.load(segment + 1)
-        num_cached = tl.load(segment + 2)
-        sink_length = tl.load(segment + 3)
-        evicted_span = tl.load(segment + 4)
+        span = _span(segment)
+        count, num_cached, sink_length, evicted_span = span
         table = table_ptr + tl.load(segment + 5)
 
         token = first + row // GROUP_TILE
@@ -268,9 +257,7 @@ def attend(
                     sink_query_ptr + offset[:, None] + rest[None, :], mask=rest_mask, other=0.0
                 )
 
-        end, sink_tiles, start_tile, num_tiles = _visible_tiles(
-            first, num_cached, count, sink_length, evicted_span, TOKENS, SEES
-        )
+        end, sink_tiles, start_tile, num_tiles = _visible_tiles(first, span, TOKENS, SEES)
         from_tile, to_tile = num_tiles * 0, num_tiles
         if IN_PARTS:
             part_tiles = _part_tiles(num_tiles, SEES)
@@ -285,18 +272,8 @@ def attend(
         acc = tl.full([ROWS, HEADS.value_tile], 0.0, tl.float32)
         edge, inner_end = to_tile, to_tile
         if not IN_PARTS:
-            edge, inner_end = _inner_tiles(
-                first,
-                num_cached,
-                count,
-                sink_length,
-                evicted_span,
-                sink_tiles,
-                start_tile,
-                num_tiles,
-                TOKENS,
-                SEES,
-            )
+            visible_tiles = sink_tiles, start_tile, num_tiles
+            edge, inner_end = _inner_tiles(first, span, visible_tiles, TOKENS, SEES)
         # Each phase is a loop of its own, since a branch within a loop would leave it without a software
         # pipeline: 0, sink tokens that meet queries of their own; 1, of prefill, which is compute-bound, the
         # tiles without a mask; 2, all others.

@@ -22,16 +22,7 @@ TOKENS, EXPERTS, RUN = tl.constexpr(16), tl.constexpr(16), tl.constexpr(128)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _router_logits(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    tokens,
-    experts,
-    size,
-    x_row,
-):
+def _router_logits(x_ptr, weight_ptr, bias_ptr, out_ptr, tokens, experts, size, x_row):
     """Grid: tiles of experts, tiles of tokens. Three TF32 products make a float32 one."""
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)

@@ -177,13 +177,7 @@ COLUMNS = tl.constexpr(1024)
 
 @triton.jit(do_not_specialize=["size"])
 def _biased_gate(
-    row_ptr,
-    bias_ptr,
-    expert_ptr,
-    out_ptr,
-    size,
-    row_stride,
-    ACTIVATION: tl.constexpr,
+    row_ptr, bias_ptr, expert_ptr, out_ptr, size, row_stride, ACTIVATION: tl.constexpr
 ):
     """`activation(gate) * up` of rows [gate, up] plus their expert's bias. Grid: rows, blocks of a row."""
     row = tl.program_id(0).to(tl.int64)
