@@ -145,17 +145,15 @@ class Expert(RoutedExpert, Protocol):
 
 
 class ExpertsKernel(Protocol):
-    """Routed experts: `sum(weight * expert(x))` over the top-k, or `sum(expert(weight * x))` if on inputs."""
+    """Routed experts: `sum(weight * expert(x))` over the top-k, or `sum(expert(weight * x))` if on inputs.
 
-    @property
-    def weight_bytes(self) -> int:
-        """Weight bytes of all experts: a large batch may activate every one."""
-        ...
+    Attributes:
+        weight_bytes: weight bytes of all experts: a large batch may activate every one.
+        is_capturable: True if a graph can capture it: its operations do not depend on the routing.
+    """
 
-    @property
-    def is_capturable(self) -> bool:
-        """True if a graph can capture it: its operations do not depend on the routing."""
-        ...
+    weight_bytes: int
+    is_capturable: bool
 
     def __call__(
         self,
@@ -199,10 +197,8 @@ class LoopedExperts:
             if count == 0:
                 continue
             run = slice(begin, begin + count)
-            inputs, routing_weights = (
-                x.index_select(0, tokens[run]),
-                weights[permutation[run], None],
-            )
+            inputs = x.index_select(0, tokens[run])
+            routing_weights = weights[permutation[run], None]
             if self._on_inputs:
                 out.index_add_(0, tokens[run], expert(inputs * routing_weights))
             else:
