@@ -163,11 +163,7 @@ class CpuGraph:
         self._flush_launches()
 
     def replay(self) -> torch.Tensor:
-        if self.is_native:
-            for part in self._parts:
-                part()
-            return self.result
-        with torch.inference_mode():
+        with nullcontext() if self.is_native else torch.inference_mode():
             for part in self._parts:
                 part()
         return self.result

@@ -13,9 +13,8 @@ from ....base.build import beside
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.e8p.kind import E8pTensor
 from ....quant.kinds.trellis.kind import TrellisTensor
-from ....quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS, TrellisScheme
+from ....quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS
 from ....quant.kinds.trellis.viterbi import TILE
-from ..common.devices import CPU_DTYPES
 from ..common.graphs import addresses, launch, struct
 
 FLOAT_BITS = 32
@@ -112,20 +111,3 @@ class TransformedLinear:
             inner = weight.inner(rows) if is_e8p else weight.rows(rows).inner()
             tiles.append(functional.linear(inputs, inner))
         return sides.turn_outputs.backward(torch.cat(tiles, dim=-1)) * sides.outputs
-
-
-def refuses_native_trellis(
-    input_bits: int, dtype: torch.dtype, scheme: TrellisScheme, wants_8: bool
-) -> str | None:
-    """Reason why the C kernel with inputs of so many bits (8 only if asked for) does not serve a scheme."""
-    if dtype not in CPU_DTYPES:
-        return f"it takes bfloat16 and float32, not {dtype}"
-    if input_bits == FLOAT_BITS:
-        return native_trellis().reason
-    if input_bits == 8 and scheme.codebook != "mul1":
-        return f"it adds up the bytes of codebook mul1, which is not that of {scheme.label}"
-    if input_bits == 8 and not wants_8:
-        return "it quantizes the activations to 8 bits, which is not asked for"
-    if input_bits == 16 and dtype is torch.float32:
-        return "it quantizes the activations, to fewer bits than float32 has"
-    return native_trellis_integer().reason

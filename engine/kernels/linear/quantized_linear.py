@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -17,6 +18,7 @@ from ....quant.base.scheme import PER_CHANNEL, Scheme
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 from ..common.devices import (
+    CPU_DTYPES,
     refuses_cpu,
     refuses_device,
     refuses_fp8,
@@ -31,7 +33,8 @@ from .hadamard_linear import (
     FLOAT_BITS,
     NativeTrellisLinear,
     TransformedLinear,
-    refuses_native_trellis,
+    native_trellis,
+    native_trellis_integer,
 )
 from .library_linear import (
     DEEP_GEMM_WEIGHTS,
@@ -225,28 +228,34 @@ def _triton_quantized_input(weight: QuantizedTensor, dtype: torch.dtype) -> Line
     return QuantizedInputLinear(weight, tiles, dtype)
 
 
-def _packed_8(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+def _packed(weight: QuantizedTensor, dtype: torch.dtype, input_bits: int) -> LinearKernel:
     grid = native_grid_of(weight)
     if grid is None:
         return TiledDequantLinear(weight, dtype)
+    if input_bits == 16:
+        return Packed16Linear(weight, grid, dtype)
     if isinstance(weight, VectorwiseTensor):
         assert isinstance(grid, CodeGrid)
         return PackedOutlierLinear(weight, grid)
     return Packed8Linear(weight, grid, dtype)
 
 
-def _packed_16(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    grid = native_grid_of(weight)
-    if grid is None:
-        return TiledDequantLinear(weight, dtype)
-    return Packed16Linear(weight, grid, dtype)
-
-
 def _native_trellis(name: str, input_bits: int) -> LinearCandidate:
+    """The C kernel with inputs of so many bits, 8 only if asked for."""
+
     def rest(query: QuantizedLinearKernelQuery) -> str | None:
-        wants_8 = wants_8_bit_inputs(query.scheme, query.input_bits)
         scheme = cast("TrellisScheme", query.scheme)
-        return refuses_native_trellis(input_bits, query.dtype, scheme, wants_8)
+        if query.dtype not in CPU_DTYPES:
+            return f"it takes bfloat16 and float32, not {query.dtype}"
+        if input_bits == FLOAT_BITS:
+            return native_trellis().reason
+        if input_bits == 8 and scheme.codebook != "mul1":
+            return f"it adds up the bytes of codebook mul1, which is not that of {scheme.label}"
+        if input_bits == 8 and not wants_8_bit_inputs(scheme, query.input_bits):
+            return "it quantizes the activations to 8 bits, which is not asked for"
+        if input_bits == 16 and query.dtype is torch.float32:
+            return "it quantizes the activations, to fewer bits than float32 has"
+        return native_trellis_integer().reason
 
     def prepare(weight: QuantizedTensor, _: torch.dtype) -> LinearKernel:
         return NativeTrellisLinear(weight, input_bits)
@@ -282,8 +291,8 @@ QUANTIZED_LINEAR: Operation[QuantizedLinearKernelQuery, Prepare] = Operation(
             _refuses_triton_quantized_input,
         ),
         Candidate("triton", _refuses_triton, _triton),
-        Candidate("native-8bit-inputs", _refuses_packed_8, _packed_8),
-        Candidate("native-16bit-inputs", _refuses_packed, _packed_16),
+        Candidate("native-8bit-inputs", _refuses_packed_8, partial(_packed, input_bits=8)),
+        Candidate("native-16bit-inputs", _refuses_packed, partial(_packed, input_bits=16)),
         _for_kinds("triton-codes", TRITON_CODES, ("trellis",), "trellis codes", refuses_rows),
         _native_trellis("trellis-8bit-inputs", 8),
         _native_trellis("trellis-16bit-inputs", 16),
