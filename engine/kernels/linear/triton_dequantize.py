@@ -295,4 +295,4 @@ def strides(weight: TritonPackedWeight, outputs: int) -> tuple[int, int, int]:
     if weight.is_packed:
         return weight.codes.stride(0), weight.codes.stride(1), weight.codes.stride(2)
     row = weight.codes.stride(0)
-    return outputs * row, weight.piece, row
+    return outputs * row, weight.grid.piece, row

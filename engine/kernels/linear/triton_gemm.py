@@ -305,7 +305,8 @@ def gemm(
     has_short_codes = weight.has_short_codes and x.dtype in MAGIC
     span = 1  # pieces whose sums are scaled together: those of a run that share all scales
     if weight.is_packed and x.dtype is not torch.float8_e4m3fn:
-        shared = [size // weight.piece for size in (weight.group, x_run) if size > 0]
+        grid = weight.grid
+        shared = [size // grid.piece for size in (grid.group, x_run) if size > 0]
         span = min([PIECES, *shared])
         span = 1 if PIECES % span or any(size % span for size in shared) else span
     order, tiles = (None, None) if parts is None else (parts.order, parts.tiles)
@@ -376,9 +377,9 @@ def _ring_bytes(
     x: torch.Tensor, weight: TritonPackedWeight, rows: int, outputs: int, stages: int
 ) -> int:
     """Bytes of shared memory of the software pipeline; the codes that are decoded need no buffer."""
-    inputs = weight.piece * (PIECES if weight.is_packed else 1)
+    inputs = weight.grid.piece * weight.grid.pieces
     codes = inputs // 2 if weight.is_packed else inputs * weight.codes.element_size()
-    zeros = 4 * weight.is_packed * (weight.zero < 0)
+    zeros = 4 * weight.is_packed * (weight.grid.zero < 0)
     # Hopper's matrix instructions read inputs from shared memory until they are done.
     buffers = stages if gpu_limits(x.device).capability // 10 == 9 else max(1, stages - 1)
     own = (stages - 1) * outputs * (codes + zeros)

@@ -108,7 +108,7 @@ class QuantizedInputLinear:
         self.tiles, self._dtype = tiles, dtype
         self.weight_bytes = tiles.weight_bytes
         self._row_scales: torch.Tensor | None = None
-        is_plain = tiles.group == 0 and activations.granularity != "group128"
+        is_plain = tiles.grid.group == 0 and activations.granularity != "group128"
         is_fp8 = tiles.codes.dtype is torch.float8_e4m3fn
         if is_fp8 and is_plain and dtype is torch.bfloat16:
             self._row_scales = tiles.scales.to(torch.float32)

@@ -31,15 +31,26 @@ Kind = Literal["element", "code", "e4m3", "table"]
 
 
 class PackedGrid(NamedTuple):
-    """Compile-time part of a packed weight, with the weight's fields; a stored code has 4 or 8 bits."""
+    """Compile-time part of a packed weight.
+
+    Attributes:
+        kind: type of a code: the element itself (int8, e4m3 or a wider float), an integer code, the bits of
+            an e4m3 float, or an index into the weight's table.
+        bits: 4 for packed codes, 8 for those row by row.
+        piece: inputs of one group that a program reads at a time.
+        group: group size: inputs that share a scale; 0: all of them (per channel).
+        zero: the zero point if all groups share it, else -1, and the weight's `lows` have it.
+        is_affine: True if `lows` are minimums (offsets) subtracted after scaling, not zero points before.
+        nested: groups that share an outer scale.
+    """
 
     kind: Kind
     bits: int
     piece: int
-    group: int
-    zero: int
-    is_affine: bool
-    nested: int
+    group: int = 0
+    zero: int = 0
+    is_affine: bool = False
+    nested: int = 0
 
     @property
     def pieces(self) -> int:
@@ -60,14 +71,9 @@ class TritonPackedWeight:
 
     Attributes:
         codes: int32 `[tiles, runs, OUTPUTS, piece / 2]`, eight codes each; or `[padded, in]`.
-        kind: type of a code: the element itself (int8, e4m3 or a wider float), an integer code, the bits of
-            an e4m3 float, or an index into `table`.
-        piece: inputs of one group that a program reads at a time.
         scales: `[groups, padded]`, floats; or int8, in units of `outer_scales`.
-        group: group size: inputs that share a scale; 0: all of them (per channel).
-        zero: the zero point if all groups share it, else -1, and `lows [groups, padded]` has it; of packed
-            codes `lows` is int32 `[runs, padded]`, a byte for each piece.
-        is_affine: True if `lows` are minimums (offsets) subtracted after scaling, not zero points before.
+        lows: `[groups, padded]`, minimums or zero points; zero points of packed codes are int32
+            `[runs, padded]`, a byte for each piece.
         outer_scales, outer_lows: `[groups / nested, padded]`, where scales and lows are int8.
         num_parts: stacked weights of one shape (the experts of a grouped GEMM).
         entries: the bits of a table of 16-bit floats, for a lookup in registers.
@@ -76,16 +82,11 @@ class TritonPackedWeight:
     codes: torch.Tensor
     out_features: int
     in_features: int
-    kind: Kind
-    piece: int
+    grid: PackedGrid
     scales: torch.Tensor
-    group: int = 0
-    zero: int = 0
-    is_affine: bool = False
     lows: torch.Tensor | None = None
     outer_scales: torch.Tensor | None = None
     outer_lows: torch.Tensor | None = None
-    nested: int = 0
     table: torch.Tensor | None = None
     order: torch.Tensor | None = None
     num_parts: int = 1
@@ -93,16 +94,16 @@ class TritonPackedWeight:
 
     @property
     def is_packed(self) -> bool:
-        return self.codes.dim() == 4
+        return self.grid.bits == 4
 
     @property
     def has_short_codes(self) -> bool:
         """True if codes less their zero point are exact in 16-bit floats, and scaled afterwards."""
-        return self.is_packed and self.kind == "code" and not self.is_affine
+        return self.is_packed and self.grid.kind == "code" and not self.grid.is_affine
 
     @property
     def num_runs(self) -> int:
-        return self.in_features // (self.piece * (PIECES if self.is_packed else 1))
+        return self.in_features // (self.grid.piece * self.grid.pieces)
 
     @property
     def padded(self) -> int:
@@ -111,11 +112,6 @@ class TritonPackedWeight:
     @property
     def part_outputs(self) -> int:
         return self.padded // self.num_parts
-
-    @property
-    def grid(self) -> PackedGrid:
-        scaled = self.group, self.zero, self.is_affine, self.nested
-        return PackedGrid(self.kind, 4 if self.is_packed else 8, self.piece, *scaled)
 
     @property
     def weight_bytes(self) -> int:
@@ -195,10 +191,10 @@ def pack_weight(
         of_pieces = lows[pieces // (group // piece) if group else pieces * 0]
         by_run = of_pieces.view(-1, PIECES, lows.shape[1]).permute(0, 2, 1)
         lows = by_run.contiguous().view(torch.int32).squeeze(-1)
-    packed = _packed(codes, piece) if grid.bits <= 4 else codes.contiguous()
-    outer = columns(grid.outer_scales), columns(grid.outer_offsets), grid.nested
-    scaling = scales, group, zero, is_affine, lows, *outer
-    return TritonPackedWeight(packed, out, inputs, kind, piece, *scaling, table, grid.order)
+    packed, bits = (_packed(codes, piece), 4) if grid.bits <= 4 else (codes.contiguous(), 8)
+    outer = columns(grid.outer_scales), columns(grid.outer_offsets)
+    form = PackedGrid(kind, bits, piece, group, zero, is_affine, grid.nested)
+    return TritonPackedWeight(packed, out, inputs, form, scales, lows, *outer, table, grid.order)
 
 
 def pack_float_weight(weight: torch.Tensor) -> TritonPackedWeight | None:
@@ -207,7 +203,8 @@ def pack_float_weight(weight: torch.Tensor) -> TritonPackedWeight | None:
     if (piece := piece_of(inputs, 0, 16)) is None:
         return None
     codes = functional.pad(weight, (0, 0, 0, -out % PADDED)).contiguous()
-    return TritonPackedWeight(codes, out, inputs, "element", piece, codes.new_ones(1, len(codes)))
+    form, ones = PackedGrid("element", 8, piece), codes.new_ones(1, len(codes))
+    return TritonPackedWeight(codes, out, inputs, form, ones)
 
 
 def stack_packed_weights(weights: Sequence[TritonPackedWeight]) -> TritonPackedWeight | None:

@@ -128,7 +128,7 @@ def test_every_e4m3_code_is_read_from_its_bits() -> None:
     scale = torch.ones(2, 1)
     weight = Fp8Tensor(finite, scale, FloatScheme("channel")).to(DEVICE)
     tiles = pack_weight(weight, [])
-    assert tiles is not None and tiles.kind == "e4m3"
+    assert tiles is not None and tiles.grid.kind == "e4m3"
     assert torch.equal(dequantize(tiles, torch.float32), finite.to(DEVICE).float())
 
 
