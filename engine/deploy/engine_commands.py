@@ -75,8 +75,8 @@ class ServerCommand:
     key_variable: str | None = None
 
     def command(self, model: str, options: Mapping[str, Any]) -> list[str]:
-        """The command line for `model` and the options of `serve-local` in `options`, by their names in Python.
-        Raises `BadInput`: the engine has no equivalent of an option or its value."""
+        """The command line for `model` and the `options` of `serve-local`, by their names in Python. Raises
+        `BadInput`: the engine has no equivalent of an option or its value."""
         return [self.program, *self.words, model, *self.options({**self.defaults, **options})]
 
     def options(self, given: Mapping[str, Any]) -> list[str]:
