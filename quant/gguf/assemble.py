@@ -30,6 +30,7 @@ from .architecture import (
     writable_rules,
 )
 from .container import TensorToWrite, data_bytes, gguf_bytes, write_gguf
+from .keys import sampling_keys
 from .mix import GGUF_TYPES, embedding_type, mix_name, output_type
 from .tokenizer import tokenizer_keys
 
@@ -134,7 +135,7 @@ def _metadata(source: Checkpoint, stem: str, type_name: str) -> dict[str, Any]:
     kind = GGUF_TYPES[mix_name(type_name)][1]
     general = {"name": stem, "file_type": kind, "quantization_version": 2}
     keys = architecture_keys(source.config) | {f"general.{key}": v for key, v in general.items()}
-    return keys | dict(_tokenizer_keys(source))
+    return keys | sampling_keys(source.generation_config()) | dict(_tokenizer_keys(source))
 
 
 def _contents(

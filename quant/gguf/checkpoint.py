@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,7 @@ from ..kinds.ggml.tensor import GgufTensor, dequantize_blocks
 from ..model.checkpoint import Checkpoint
 from .architecture import ROPE_FACTORS, family_rules, from_gguf, permuted_heads, to_halves
 from .container import ALIGNMENT, TYPE_SIZES, GgufFile, TensorInfo
-from .keys import end_tokens
+from .keys import end_tokens, stored_sampling
 from .mix import file_type
 from .read_config import stored_config
 from .read_tokenizer import read_tokenizer
@@ -80,12 +82,18 @@ class GgufCheckpoint(Checkpoint):
             keys = self._file.metadata.items()
             self.source_tokenizer = {k: v for k, v in keys if k.startswith("tokenizer.")}
 
+    def generation_config(self) -> dict[str, Any]:
+        """The file next to it, over the sampling of its keys."""
+        return stored_sampling(self.path, self._file.metadata) | super().generation_config()
+
     def end_token_ids(self) -> frozenset[int]:
         return super().end_token_ids() | frozenset(end_tokens(self._file.metadata))
 
     def companions(self) -> dict[str, bytes]:
-        """The files next to it, and the tokenizer of its keys where none is there."""
+        """The files next to it, and the sampling and the tokenizer of its keys where none is there."""
         files = super().companions()
+        if generation := self.generation_config():
+            files.setdefault("generation_config.json", json.dumps(generation).encode())
         if self.source_tokenizer is not None:
             with tempfile.TemporaryDirectory() as folder:
                 read_tokenizer(self._file).save_pretrained(folder)

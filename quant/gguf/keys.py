@@ -221,6 +221,39 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Fields of a generation_config.json, and their keys in `general.sampling`."""
+
+
+def sampling_keys(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of the sampling of a generation config. BadInput: a value that is no number."""
+    values = {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
+    for name, value in values.items():
+        if not is_number(value):
+            raise BadInput(f"generation_config.json: {name} is {shortened(value)}, not a number")
+    return {  # llama.cpp and transformers have 0 for no limit, vLLM -1
+        f"general.sampling.{SAMPLING[name]}": max(int(value), 0)
+        if name == "top_k"
+        else float(value)
+        for name, value in values.items()
+    }
+
+
+def stored_sampling(path: Path, metadata: Mapping[str, Any]) -> dict[str, float]:
+    """Fields of a generation config for the sampling keys of a file. BadInput: a value that is no number."""
+    keys = HeaderKeys(path, metadata, "general.sampling", {}, "convert the model again")
+    given = {
+        name: keys.number(key, 0.0) for name, key in SAMPLING.items() if keys.get(key) is not None
+    }
+    return {name: int(value) if name == "top_k" else value for name, value in given.items()}
+
+
 OLLAMAS_ENDS = "eos_token_ids"
 """Ollama's key for all end tokens of a model."""
 END_KINDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")

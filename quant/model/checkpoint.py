@@ -191,11 +191,14 @@ class Checkpoint:
     def _modelopt_config(self) -> dict[str, Any] | None:
         return modelopt_quantization(self.folder)
 
+    def generation_config(self) -> dict[str, Any]:
+        """The `generation_config.json`; empty without it."""
+        path = self.folder / "generation_config.json"
+        return read_json(path) if path.is_file() else {}
+
     def end_token_ids(self) -> frozenset[int]:
         """Tokens that end an answer: of the generation config, else of the model's config."""
-        path = self.folder / "generation_config.json"
-        generation = read_json(path) if path.is_file() else {}
-        listed = generation.get("eos_token_id", self.config.get("eos_token_id"))
+        listed = self.generation_config().get("eos_token_id", self.config.get("eos_token_id"))
         ids = listed if isinstance(listed, list) else [listed]
         return frozenset(token for token in ids if token is not None)
 

@@ -130,6 +130,7 @@ class RotatedCheckpoint(Checkpoint):
         self.notes = plain.notes
         self.shape, self.dtype_name = plain.shape, plain.dtype_name
         self.companions, self.release = plain.companions, plain.release
+        self.generation_config = plain.generation_config
         self._heads, self._seed = heads, seed
         self._rotations: dict[tuple[int, int], torch.Tensor] = {}
 

@@ -19,7 +19,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ....base.errors import BadInput
-from ....quant.model.checkpoint import read_json
+from ....quant.gguf.container import GgufFile
+from ....quant.gguf.keys import SAMPLING, stored_sampling
+from ....quant.model.checkpoint import gguf_file_of, read_json
 from ...base.image_input import MediaLimits
 from ...base.logits import TokenMask
 from ...base.sampling_params import POOLING_MODES, PoolingParams, SamplingParams
@@ -219,20 +221,20 @@ def _pooling(engine: Engine, pooling_type: str | None) -> Pooling:
     return pooling
 
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def default_sampling(folder: Path) -> dict[str, float]:
-    """Read the sampling that a checkpoint's generation_config.json asks for. Raises `BadInput`: it is no JSON
-    object, or has values out of range."""
-    path = folder / "generation_config.json"
+def default_sampling(model: Path) -> dict[str, float]:
+    """Read the sampling that a model's generation_config.json asks for, or else the keys of its GGUF file.
+    Raises `BadInput`: the config is no JSON object, or values are out of range."""
+    file = gguf_file_of(model)
+    stored: dict[str, Any] = {} if file is None else stored_sampling(file, GgufFile(file).metadata)
+    path = (model if file is None else file.parent) / "generation_config.json"
     config = read_json(path) if path.is_file() else {}
-    given = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
-    try:
-        SamplingParams(**given)
-    except (BadInput, TypeError) as error:
-        raise BadInput(f"{path}: {error}") from error
-    return given
+    given = {name: config[name] for name in SAMPLING if config.get(name) is not None}
+    for source, values in ((file, stored), (path, given)):
+        try:
+            SamplingParams(**values)
+        except (BadInput, TypeError) as error:
+            raise BadInput(f"{source}: {error}") from error
+    return stored | given
 
 
 class FairPool:

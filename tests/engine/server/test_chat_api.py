@@ -14,6 +14,7 @@ from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.server.endpoints.capabilities import default_sampling
 from llmopt.engine.server.endpoints.tokenization import SpecialTexts, Tokenization
 from llmopt.engine.server.protocol.chat_protocol import ChatRequest
+from llmopt.quant.gguf.container import write_gguf
 from llmopt.recipes import MODELS
 
 from ...support.live_server import RunningServer, events, make_engine, running
@@ -233,3 +234,16 @@ def test_generation_config_gives_the_default_sampling(tmp_path: Path) -> None:
     path.write_text(json.dumps({"temperature": -1}))
     with pytest.raises(BadInput, match=r"generation_config\.json: temperature"):
         default_sampling(folder)
+
+
+def test_a_gguf_file_gives_the_default_sampling(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    keys = {"temp": 0.6, "top_k": 20, "min_p": 0.05, "penalty_repeat": 1.05, "mirostat": 0}
+    write_gguf(file, {f"general.sampling.{key}": value for key, value in keys.items()}, [])
+    stored = {"temperature": 0.6, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05}
+    assert default_sampling(file) == default_sampling(tmp_path) == stored
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 1, "top_p": 0.9}))
+    assert default_sampling(file) == {**stored, "temperature": 1, "top_p": 0.9}
+    write_gguf(file, {"general.sampling.top_p": 2.0}, [])
+    with pytest.raises(BadInput, match=r"m\.gguf: top_p"):
+        default_sampling(file)

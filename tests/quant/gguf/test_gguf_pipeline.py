@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.gguf.assemble import planned_bytes
+from llmopt.quant.gguf.checkpoint import GgufCheckpoint
 from llmopt.quant.gguf.container import GgufFile
 from llmopt.quant.gguf.imatrix import read_imatrix
+from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.source.models import open_checkpoint
 
-from ...support.gguf_support import random_model
+from ...support.gguf_support import random_model, write_model
 
 
 @pytest.mark.sweep(1)
@@ -45,3 +51,19 @@ def test_importance_mix_and_proof(tmp_path: Path, name: str, kind: str) -> None:
         assert tensors["blk.1.ffn_up.weight"] == ("IQ2_S", (1024, 256))
         assert means["blk.1.ffn_up.weight"].shape == (1, 256)
     assert verify(tmp_path / "out").status == PROVEN
+
+
+def test_sampling_goes_over_and_back(model_copy: Path, tmp_path: Path) -> None:
+    path = model_copy / "generation_config.json"
+    sampling = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    path.write_text(json.dumps({**sampling, "temperature": 0.6, "min_p": None, "eos_token_id": 2}))
+    written = open_checkpoint(write_model(model_copy, tmp_path / "gguf", "Q4_0"))
+    assert isinstance(written, GgufCheckpoint)
+    assert written.generation_config() == sampling
+    keys = GgufFile(written.path).metadata
+    assert keys["general.sampling.top_k"] == 20
+    assert keys["general.sampling.penalty_repeat"] == pytest.approx(1.05)
+    assert json.loads(written.companions()["generation_config.json"]) == sampling
+    path.write_text(json.dumps({"top_p": "0.9"}))
+    with pytest.raises(BadInput, match=r"top_p is '0.9', not a number"):
+        planned_bytes(Checkpoint(model_copy), [], "Q4_0", "model")
