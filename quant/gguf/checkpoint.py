@@ -18,7 +18,7 @@ from ...base.errors import BadInput
 from ..kinds.ggml.formats import BLOCKS_SUFFIX
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from ..kinds.ggml.tensor import GgufTensor, dequantize_blocks
-from ..model.checkpoint import Checkpoint
+from ..model.checkpoint import Checkpoint, files_of
 from .architecture import ROPE_FACTORS, family_rules, from_gguf, permuted_heads, to_halves
 from .container import ALIGNMENT, TYPE_SIZES, GgufFile, TensorInfo
 from .keys import end_tokens, stored_sampling
@@ -97,7 +97,7 @@ class GgufCheckpoint(Checkpoint):
         if self.source_tokenizer is not None:
             with tempfile.TemporaryDirectory() as folder:
                 read_tokenizer(self._file).save_pretrained(folder)
-                files |= {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+                files |= files_of(Path(folder))
         return files
 
     def tensor(self, name: str) -> torch.Tensor:

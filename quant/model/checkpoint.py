@@ -24,11 +24,19 @@ SINGLE_NAME = "model.safetensors"
 MANIFEST_NAME = "llmopt_quantization.json"
 HF_QUANT_CONFIG = "hf_quant_config.json"
 MAPPED_SHARDS = 2  # mapped at a time: pages that were read stay resident until a shard is unmapped
-# Tokenizer, processor, generation config, licence: files that a copy needs beside its config and weights.
+# Files that a copy needs next to its config and weights: tokenizer, processor, generation config, licence,
+# and modules of sentence-transformers.
 _COMPANIONS = (
     *("generation_config.json", "preprocessor_config.json", "processor_config.json"),
     *("video_preprocessor_config.json", "tokenizer*", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "LICENSE*", "NOTICE*"),
+    *(
+        "additional_chat_templates/*",
+        "tekken.json",
+        "modules.json",
+        "*sentence*.json",
+        "[0-9]_*/**/*",
+    ),
 )
 GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -203,8 +211,7 @@ class Checkpoint:
         return frozenset(token for token in ids if token is not None)
 
     def companions(self) -> dict[str, bytes]:
-        paths = {path for name in _COMPANIONS for path in self.folder.glob(name)}
-        return {path.name: path.read_bytes() for path in sorted(paths) if path.is_file()}
+        return files_of(self.folder, _COMPANIONS)
 
     def __contains__(self, name: str) -> bool:
         return name in self.shard_of
@@ -237,6 +244,13 @@ class Checkpoint:
     @property
     def weight_bytes(self) -> int:
         return sum((self.folder / shard).stat().st_size for shard in set(self.shard_of.values()))
+
+
+def files_of(folder: Path, patterns: Iterable[str] = ("**/*",)) -> dict[str, bytes]:
+    """Contents of a folder's files by relative path."""
+    paths = {path for pattern in patterns for path in folder.glob(pattern)}
+    files = (path for path in sorted(paths) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def modelopt_quantization(folder: Path) -> dict[str, Any] | None:

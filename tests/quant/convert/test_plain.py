@@ -90,6 +90,20 @@ def test_the_logits_are_those_of_the_engine_on_the_dequantized_weights(
     assert torch.allclose(got, expected, atol=1e-4)
 
 
+def test_files_in_folders_of_a_checkpoint_are_copied(model_copy: Path) -> None:
+    names = (
+        *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+        *("1_Pooling/config.json", "2_Dense/model.safetensors", "tekken.json"),
+        "additional_chat_templates/tool_use.jinja",
+    )
+    before = Checkpoint(model_copy).companions()
+    for name in (*names, "other/notes.json"):
+        (model_copy / name).parent.mkdir(exist_ok=True)
+        (model_copy / name).write_text(name)
+    companions = Checkpoint(model_copy).companions()
+    assert companions == before | {name: name.encode() for name in names}
+
+
 def test_a_plain_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "convert", STORIES, "--format", "hf", "-o", tmp_path / "hf")
     assert (code, err.count("\n")) == (2, 1)
