@@ -6,6 +6,7 @@ the same backend, when asked.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ class PlainTokenizer:
         self,
         backend: Any,
         special: Mapping[str, str],
-        chat_template: str | None,
+        chat_template: str | dict[str, str] | None,
         whole: Callable[[], Any],
     ) -> None:
         self.backend_tokenizer, self._special = backend, dict(special)
@@ -38,11 +39,11 @@ class PlainTokenizer:
         return self._whole
 
     @property
-    def chat_template(self) -> str | None:
+    def chat_template(self) -> str | dict[str, str] | None:
         return self._chat_template
 
     @chat_template.setter
-    def chat_template(self, template: str | None) -> None:
+    def chat_template(self, template: str | dict[str, str] | None) -> None:
         self._chat_template = template
         if self._whole is not None:
             self._whole.chat_template = template
@@ -92,6 +93,18 @@ def quiet(tokenizer: Any) -> Any:
     tokenizer.model_max_length = _UNUSED
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
+
+
+def processor_template(folder: Path) -> Any:
+    """The chat template of a folder's processor, for a tokenizer that has none (Mistral Small 3.1)."""
+    for file in (folder / "chat_template.json", folder / "processor_config.json"):
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        template = content.get("chat_template")
+        if isinstance(template, list):
+            template = {named["name"]: named["template"] for named in template}
+        if template:
+            return template
+    return None
 
 
 _IGNORED = """

@@ -245,10 +245,13 @@ def companion_findings(contents: Contents) -> Iterator[Finding]:
         tokenizer = _read(folder, "tokenizer_config.json")
         generation = _read(folder, "generation_config.json")
         vocabulary = _read(folder, "tokenizer.json")
+        processor = _read(folder, "processor_config.json")
     except BadInput as error:
         yield Finding("damaged-json", str(folder), str(error))
         return
-    has_template = "chat_template" in tokenizer or any(folder.glob("chat_template*"))
+    has_template = "chat_template" in {**tokenizer, **processor} or any(
+        folder.glob("*chat_template*")
+    )
     if tokenizer and not has_template:
         yield Finding(
             "no-chat-template", "tokenizer_config.json", "there is no chat template", "note"

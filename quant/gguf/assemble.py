@@ -168,7 +168,8 @@ def _tokenizer_keys(source: Checkpoint) -> Mapping[str, Any]:
     """The keys of the tokenizer: those of a GGUF source as they are, else of its `tokenizer.json`."""
     if source.source_tokenizer is not None:
         return source.source_tokenizer
-    files = [path for path in sorted(source.folder.iterdir()) if path.suffix in _TOKENIZER_SUFFIXES]
+    paths = (*source.folder.iterdir(), *source.folder.glob("additional_chat_templates/*"))
+    files = [path for path in sorted(paths) if path.suffix in _TOKENIZER_SUFFIXES]
     stamps = [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files]
     vocab_size, ends = int(source.config["vocab_size"]), source.end_token_ids()
     return _read_keys(source.folder, vocab_size, ends, tuple(stamps))

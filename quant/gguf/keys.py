@@ -19,6 +19,8 @@ from ...base.errors import BadInput
 from ...base.json_lines import is_number
 
 TOKENIZER = "tokenizer.ggml"
+TEMPLATE = "tokenizer.chat_template"
+"""Key of the chat template. Named ones have the name after a point; `tokenizer.chat_templates` lists them."""
 
 
 @dataclass(frozen=True, slots=True)

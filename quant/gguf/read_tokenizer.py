@@ -14,7 +14,15 @@ from typing import Any
 from ...base.errors import BadInput
 from ..base.plain_tokenizer import PlainTokenizer
 from .container import GgufFile
-from .keys import END_KINDS, OLLAMAS_ENDS, TOKENIZER, TOKENIZER_KEYS, HeaderKeys, shortened
+from .keys import (
+    END_KINDS,
+    OLLAMAS_ENDS,
+    TEMPLATE,
+    TOKENIZER,
+    TOKENIZER_KEYS,
+    HeaderKeys,
+    shortened,
+)
 from .tokenizer import ADDS_BOS, ADDS_SEPARATOR, EXPRESSIONS, IGNORES_MERGES, RAW_TEXT
 
 _REMEDY = "put the model's tokenizer.json next to the file"
@@ -57,9 +65,8 @@ def read_tokenizer(file: GgufFile) -> PlainTokenizer:
     tokenizer.add_special_tokens([text for text in special.values() if text not in known])
     if (around := _around(keys, special)) is not None:
         tokenizer.post_processor = around
-    template = keys.text("tokenizer.chat_template")
     keys.header.check(_READ_ELSEWHERE)
-    return PlainTokenizer(tokenizer, special, template, partial(_whole, tokenizer, special))
+    return PlainTokenizer(tokenizer, special, keys.templates(), partial(_whole, tokenizer, special))
 
 
 def _whole(tokenizer: Any, special: Mapping[str, str]) -> Any:
@@ -104,6 +111,13 @@ class _Keys:
 
     def text(self, key: str) -> str | None:
         return _text(self._metadata.get(key))
+
+    def templates(self) -> str | dict[str, str] | None:
+        """The chat template, or several by name, as transformers has them."""
+        names = (key.partition(f"{TEMPLATE}.")[2] for key in self._metadata)
+        named = {name: self.text(f"{TEMPLATE}.{name}") or "" for name in names if name}
+        default = self.text(TEMPLATE)
+        return ({} if default is None else {"default": default}) | named if named else default
 
     def flag(self, name: str, default: bool) -> bool:
         return bool(self.header.get(name, default))

@@ -11,13 +11,15 @@ the one of the model's own tokenizer.json.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from ...base.errors import BadInput, first_line
+from ..base.plain_tokenizer import processor_template
 from ..model.checkpoint import read_json
-from .keys import end_keys
+from .keys import TEMPLATE, end_keys
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
@@ -259,6 +261,7 @@ def _special_keys(folder: Path) -> dict[str, Any]:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+        template = tokenizer.chat_template or processor_template(folder)
     except Exception as error:  # a missing or broken file fails in many ways in there
         raise BadInput(f"{folder} has no usable tokenizer: {first_line(error)}") from error
     bos, eos, padding = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -269,9 +272,12 @@ def _special_keys(folder: Path) -> dict[str, Any]:
     sample = tokenizer("a").input_ids
     keys["tokenizer.ggml.add_bos_token"] = bool(sample) and sample[0] == bos
     keys["tokenizer.ggml.add_eos_token"] = len(sample) > 1 and sample[-1] == eos
-    if isinstance(tokenizer.chat_template, str):
-        keys["tokenizer.chat_template"] = tokenizer.chat_template
-    return keys
+    named = template if isinstance(template, dict) else {"default": template} if template else {}
+    others = {re.sub(r"[^A-Za-z0-9]", "_", n): text for n, text in named.items() if n != "default"}
+    if "default" in named:
+        keys[TEMPLATE] = named["default"]
+    keys |= {f"{TEMPLATE}.{name}": text for name, text in others.items()}
+    return keys | ({f"{TEMPLATE}s": [*others]} if others else {})
 
 
 def _token_type(text: str | None, added: Any, is_unknown: bool) -> int:

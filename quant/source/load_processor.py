@@ -10,7 +10,7 @@ from typing import Any
 
 from ...base.errors import BadInput, first_line
 from ...base.extras import require
-from ..base.plain_tokenizer import plain_tokenizer, quiet
+from ..base.plain_tokenizer import plain_tokenizer, processor_template, quiet
 from ..families.registry import model_family, type_of
 from ..model.checkpoint import gguf_file_of
 from .tokenizer_file import as_in_file
@@ -27,7 +27,10 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
             from ..gguf.read_tokenizer import read_tokenizer
 
             return read_tokenizer(GgufFile(file))
-        return _from_folder(folder, trust_remote_code)
+        tokenizer = _from_folder(folder, trust_remote_code)
+        if not getattr(tokenizer, "chat_template", None):
+            tokenizer.chat_template = processor_template(folder)
+        return tokenizer
     except BadInput:
         raise
     except Exception as error:  # transformers and tokenizers raise many types for a broken file

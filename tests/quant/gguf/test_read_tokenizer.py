@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from llmopt.quant.gguf.tokenizer import (
     RAW_TEXT,
     tokenizer_keys,
 )
+from llmopt.quant.source.load_processor import load_tokenizer
 from tokenizers import Tokenizer
 
 from tests.support.gguf_support import SPLITS, STORIES, byte_level_tokenizer
@@ -177,6 +180,31 @@ def test_what_cannot_be_read_is_named(
 ) -> None:
     with pytest.raises(BadInput, match=message):
         read_tokenizer(written(tmp_path, byte_level | change))
+
+
+@pytest.mark.parametrize("form", ["list", "folder", "chat_template.json", "processor_config.json"])
+def test_chat_templates_have_their_keys(tmp_path: Path, form: str) -> None:
+    shutil.copytree(STORIES, tmp_path, dirs_exist_ok=True)
+    templates = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+    listed = {"chat_template": [{"name": n, "template": text} for n, text in templates.items()]}
+    if form == "folder":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "chat_template.jinja").write_text("{{ 1 }}")
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 2 }}")
+    else:
+        path = tmp_path / ("tokenizer_config.json" if form == "list" else form)
+        path.write_text(
+            json.dumps((json.loads(path.read_text()) if path.is_file() else {}) | listed)
+        )
+    keys = tokenizer_keys(tmp_path, 512)
+    assert {name: value for name, value in keys.items() if "template" in name} == {
+        "tokenizer.chat_template": "{{ 1 }}",
+        "tokenizer.chat_template.tool_use": "{{ 2 }}",
+        "tokenizer.chat_templates": ["tool_use"],
+    }
+    read = read_tokenizer(written(tmp_path, keys))
+    assert read.chat_template == load_tokenizer(tmp_path).chat_template == templates
+    assert read.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == "1"
 
 
 def test_a_file_without_a_tokenizer_says_so(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from llmopt.quant.base.plain_tokenizer import PlainTokenizer
+from llmopt.quant.check.check import check
 from llmopt.quant.families.registry import all_families
+from llmopt.quant.gguf.tokenizer import tokenizer_keys
 from llmopt.quant.source.load_processor import load_tokenizer
 from llmopt.recipes import DEFAULT_MODEL, MODELS
 from transformers import AutoTokenizer
@@ -42,6 +44,18 @@ def test_a_plain_tokenizer_is_the_one_that_transformers_chooses(
     assert whole.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
     assert ours.special_tokens_map == theirs.special_tokens_map
     assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
+def test_the_template_of_a_processor_is_that_of_the_tokenizer(name: str, tmp_path: Path) -> None:
+    shutil.copytree(MODELS / DEFAULT_MODEL, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text(json.dumps({"chat_template": "{{ 1 }}"}))
+    assert load_tokenizer(tmp_path).chat_template == "{{ 1 }}"
+    assert tokenizer_keys(tmp_path, 512)["tokenizer.chat_template"] == "{{ 1 }}"
+    codes = {finding.code for finding in check(tmp_path, ["llmopt"]).findings}
+    assert "no-chat-template" not in codes
+    (tmp_path / "chat_template.jinja").write_text("{{ 2 }}")
+    assert load_tokenizer(tmp_path).chat_template == "{{ 2 }}"
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
