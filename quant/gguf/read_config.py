@@ -67,6 +67,17 @@ def _contradictions(file: GgufFile, config: dict[str, Any]) -> Iterator[tuple[st
     rope = rope_of(config)
     numbers = {"rope.freq_base": ("rope_theta", rope["rope_theta"])}
     numbers[epsilon_key] = (epsilon, complete.get(epsilon))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    stored_kind, factor = _scaling(keys)
+    if stored_kind in ("linear", "yarn") and factor != 1.0:
+        if kind != stored_kind:
+            yield "rope_type", kind, stored_kind
+        length = "original_max_position_embeddings"
+        original = rope.get(length) or config.get("max_position_embeddings")
+        if not np.isclose(rope.get("factor", 1.0), factor, rtol=1e-6, atol=0):
+            yield "factor", rope.get("factor"), factor
+        if kind == "yarn":
+            numbers["rope.scaling.original_context_length"] = (length, original)
     for key, (name, value) in numbers.items():
         stored = keys.number(key, 0.0)
         if value and stored and not np.isclose(value, stored, rtol=1e-6, atol=0):
@@ -74,7 +85,6 @@ def _contradictions(file: GgufFile, config: dict[str, Any]) -> Iterator[tuple[st
     for name in ("num_key_value_heads", "head_dim"):
         if (value := complete.get(name)) is not None and value != shape[name]:
             yield name, value, shape[name]
-    kind = rope.get("rope_type", rope.get("type", "default"))
     if ROPE_FACTORS in file.tensors and kind in ("default", "llama3"):
         stored, expected = file.data(ROPE_FACTORS).view(np.float32), rope_factors(config)
         expected = np.ones_like(stored) if expected is None else expected
@@ -179,9 +189,7 @@ def _rope_parameters(file: GgufFile, keys: HeaderKeys, config: dict[str, Any]) -
     theta = keys.number("rope.freq_base", 10000.0)
     if keys.number("rope.freq_base_swa", theta) != theta:
         raise keys.refuse("rope.freq_base_swa")
-    kind = keys.get("rope.scaling.type", "linear")
-    older = keys.number("rope.scale_linear", 1.0)
-    factor = keys.number("rope.scaling.factor", older) or 1.0
+    kind, factor = _scaling(keys)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     yarn = _yarn_parameters(keys, kind, factor)
     if kind == "yarn":
@@ -193,6 +201,13 @@ def _rope_parameters(file: GgufFile, keys: HeaderKeys, config: dict[str, Any]) -
     if ROPE_FACTORS in file.tensors:
         parameters |= _llama3_parameters(file, config | {"rope_parameters": parameters})
     return parameters
+
+
+def _scaling(keys: HeaderKeys) -> tuple[Any, float]:
+    """The kind of RoPE scaling and its factor, 1 for none."""
+    older = keys.number("rope.scale_linear", 1.0)
+    factor = keys.number("rope.scaling.factor", older) or 1.0
+    return keys.get("rope.scaling.type", "linear"), factor
 
 
 def _yarn_parameters(keys: HeaderKeys, kind: str, factor: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -226,6 +227,31 @@ def test_a_config_next_to_the_file_answers_for_its_keys(tmp_path: Path) -> None:
     config = {**SIZES, "model_type": "llama", "pad_token_id": 7}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert stored_config(file) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_type": "default"}, "rope_type 'default', but m.gguf beside it has yarn"),
+        ({"rope_type": "linear"}, "rope_type 'linear', but m.gguf beside it has yarn"),
+        ({"factor": 8.0}, "factor 8.0, but m.gguf beside it has 4.0"),
+        (
+            {"original_max_position_embeddings": 128},
+            "original_max_position_embeddings 128, but m.gguf beside it has 64.0",
+        ),
+    ],
+)
+def test_a_config_of_another_scaling_does_not_belong_to_the_file(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    file = header(tmp_path, "llama", **YARN)
+    rope = {"rope_theta": 10000.0, **IN_YARN}
+    config = {**SIZES, "model_type": "llama", "head_dim": 16, "rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert stored_config(file) == config
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": rope | change}))
+    with pytest.raises(BadInput, match=re.escape(message)):
+        stored_config(file)
 
 
 def test_longrope_is_read_from_the_config_next_to_the_file(tmp_path: Path) -> None:
