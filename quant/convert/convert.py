@@ -34,7 +34,7 @@ from ..formats.registry import (
 )
 from ..gguf.assemble import assemble, gguf_name
 from ..gguf.mix import mix_of
-from ..kinds.base.format import CACHE_SCALES, KV_SCALES, WeightFormat
+from ..kinds.base.format import CACHE_SCALES, KV_SCALES, WeightFormat, has_fp4_cache
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor, require_finite, zeroed_rows
 from ..kinds.registry import KINDS, scheme_class, scheme_record
@@ -189,8 +189,10 @@ class _Job:
         scale_names = [name for name in self._source.names if name.endswith(KV_SCALES)]
         if not scale_names:
             return None
-        record = (self._source.quantization_config or {}).get("kv_cache_scheme") or {}
-        if self._target.holds_kv_scales and record.get("type") != "int":
+        config = self._source.quantization_config or {}
+        record = config.get("kv_cache_scheme") or {}
+        is_fp8 = record.get("type") != "int" and not has_fp4_cache(config)
+        if self._target.holds_kv_scales and is_fp8:
             return "fp8", record.get("strategy", "tensor")
         if not self._allow_loss:
             raise BadInput(

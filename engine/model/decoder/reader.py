@@ -20,10 +20,10 @@ from ....quant.families.registry import all_families, model_family, type_of
 from ....quant.families.spec_parts import CLAMPED_SWIGLU, Names, NotCovered
 from ....quant.formats.registry import quantized_modules, read_quantized, tensor_names
 from ....quant.gguf.checkpoint import GgufCheckpoint
-from ....quant.kinds.base.format import CACHE_SCALES
+from ....quant.kinds.base.format import CACHE_SCALES, has_fp4_cache
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp4.formats import METHOD, check_mxfp4, mxfp4_names, read_mxfp4
-from ....quant.model.checkpoint import Checkpoint
+from ....quant.model.checkpoint import Checkpoint, modelopt_quantization
 from ...base.device import placed_on
 from ...kernels.elementwise.dispatch import RowKernelQuery
 from ...kernels.linear.linear import HALVES, keeps_halves
@@ -53,6 +53,8 @@ class CheckpointReader:
         if self._has_mxfp4:
             check_mxfp4(config)
         self._quantized = set() if self._has_mxfp4 else quantized_modules(checkpoint)
+        configs = (config, modelopt_quantization(checkpoint.folder))
+        self._has_fp4_cache = any(map(has_fp4_cache, configs))
         self._unread = set(checkpoint.names)
         self.linears: dict[str, LinearSite] = {}
         """Location of each linear that was read as a projection."""
@@ -204,6 +206,8 @@ class CheckpointReader:
     def kv_scales(self, layer: str, num_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Calibrated scales of a layer's fp8 KV cache, float32 [num_heads] or [1], or None. `k_scale` and
         `v_scale` are the attention's (compressed-tensors) or its projections' (ModelOpt)."""
+        if self._has_fp4_cache:
+            return None
         scales: list[torch.Tensor] = []
         for letter in "kv":
             names = (f"{letter}_scale", f"{letter}_proj.{letter}_scale")

@@ -50,6 +50,17 @@ PROVENANCE = frozenset(_PROVENANCE.split())
 
 Of transformers 5.23, AutoGPTQ, AutoAWQ 0.2.9, GPTQModel 7.7, auto-round 0.16 and ModelOpt 0.47.
 """
+
+
+def has_fp4_cache(config: Config | None) -> bool:
+    """True if a `quantization_config` announces an NVFP4 cache. Its scales are amax / 2688."""
+    fields = (config or {}).get("quantization") or config or {}
+    algorithm = str(fields.get("kv_cache_quant_algo")).upper()
+    scheme = fields.get("kv_cache_scheme")
+    is_fp4 = isinstance(scheme, Mapping) and scheme.get("num_bits") == 4
+    return is_fp4 or algorithm.startswith("NVFP4")
+
+
 _STREAM = 32  # codes after which a dense bit stream is word-aligned again, for every width
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,24 @@ def test_latents_are_cached_by_the_scale_of_the_checkpoint(tmp_path: Path) -> No
     stored = Checkpoint(tmp_path / "out").tensor("model.layers.0.self_attn.k_scale")
     scales = llm.engine.runner.cache.layers[0].keys.scales
     assert scales is not None and set(scales[1, :4].unique().tolist()) == {float(stored)}
+
+
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
+def test_scales_of_an_nvfp4_cache_are_not_those_of_fp8(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "out"
+    quantize(QuantizeRequest(MODELS / "stories3M", folder, "rtn", bits=8, **QUICK))
+    if name == "config.json":
+        config = json.loads((folder / name).read_text())
+        config["quantization_config"]["kv_cache_scheme"]["num_bits"] = 4
+    else:
+        config = {"quantization": {"kv_cache_quant_algo": "NVFP4"}}
+    (folder / name).write_text(json.dumps(config))
+    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_model_len": 128}
+    with caplog.at_level("WARNING"):
+        LLM(str(folder), kv_cache_dtype="fp8", **options)
+    assert "has scales for a quantized KV cache; they are not used" in caplog.text
 
 
 def test_a_wrong_number_of_scales_is_refused(tmp_path: Path) -> None:

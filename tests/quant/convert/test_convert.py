@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -163,6 +164,11 @@ def test_scales_of_the_cache_stay_where_the_format_has_a_place(tmp_path: Path) -
     found = Checkpoint(tmp_path / "back")
     assert "model.layers.0.self_attn.k_scale" in found
     assert (found.quantization_config or {})["kv_cache_scheme"]["type"] == "float"
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"]["num_bits"] = 4
+    (tmp_path / "back" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match="cannot store the KV cache's scales"):
+        convert(Checkpoint(tmp_path / "back"), "modelopt", tmp_path / "nvfp4")
 
 
 def test_a_damaged_source_is_refused(quantized: Callable[..., Conversion], tmp_path: Path) -> None:
