@@ -16,7 +16,8 @@ _UNUSED = 10**30
 
 
 class PlainTokenizer:
-    """Text to ids and back, as `PreTrainedTokenizerFast`; `special` texts by name, `whole` makes theirs."""
+    """Text to ids and back, as `PreTrainedTokenizerFast`; `special` texts by name, `whole` makes theirs.
+    With `renders_bos` a rendered chat begins with BOS, whatever the template has."""
 
     clean_up_tokenization_spaces = False
 
@@ -26,10 +27,13 @@ class PlainTokenizer:
         special: Mapping[str, str],
         chat_template: str | dict[str, str] | None,
         whole: Callable[[], Any],
+        *,
+        renders_bos: bool = False,
     ) -> None:
         self.backend_tokenizer, self._special = backend, dict(special)
         self._chat_template = chat_template
         self._make_whole, self._whole = whole, None
+        self.renders_bos = renders_bos
 
     @property
     def whole(self) -> Any:
@@ -75,6 +79,29 @@ class PlainTokenizer:
     def _id(self, name: str) -> int | None:
         text = self._special.get(name)
         return None if text is None else self.backend_tokenizer.token_to_id(text)
+
+    def apply_chat_template(self, *arguments: Any, **options: Any) -> Any:
+        rendered = self.whole.apply_chat_template(*arguments, **options)
+        if not (self.renders_bos and self._chat_template and isinstance(rendered, str)):
+            return rendered
+        bos = self._special["bos_token"]
+        return rendered if rendered.startswith(bos) else bos + rendered
+
+    def save_pretrained(self, folder: Path | str) -> None:
+        """Write the tokenizer, with BOS in a template that leaves it to the tokenizer."""
+        template = self._chat_template
+        if isinstance(template, dict):
+            self.whole.chat_template = {
+                name: self._with_bos(text) for name, text in template.items()
+            }
+        elif template:
+            self.whole.chat_template = self._with_bos(template)
+        self.whole.save_pretrained(folder)
+        self.whole.chat_template = template
+
+    def _with_bos(self, template: str) -> str:
+        is_there = "bos_token" in template or self._special.get("bos_token", "") in template
+        return f"{{{{ bos_token }}}}{template}" if self.renders_bos and not is_there else template
 
     def __call__(self, *texts: Any, **options: Any) -> Any:
         return self.whole(*texts, **options)

@@ -66,7 +66,14 @@ def read_tokenizer(file: GgufFile) -> PlainTokenizer:
     if (around := _around(keys, special)) is not None:
         tokenizer.post_processor = around
     keys.header.check(_READ_ELSEWHERE)
-    return PlainTokenizer(tokenizer, special, keys.templates(), partial(_whole, tokenizer, special))
+    return PlainTokenizer(
+        tokenizer,
+        special,
+        keys.templates(),
+        partial(_whole, tokenizer, special),
+        # llama.cpp adds BOS to a chat too, and Unsloth takes it out of the template for that.
+        renders_bos=keys.adds_bos and "bos_token" in special,
+    )
 
 
 def _whole(tokenizer: Any, special: Mapping[str, str]) -> Any:
@@ -121,6 +128,10 @@ class _Keys:
 
     def flag(self, name: str, default: bool) -> bool:
         return bool(self.header.get(name, default))
+
+    @property
+    def adds_bos(self) -> bool:
+        return self.flag("add_bos_token", self.model == "llama" or self.pre in ADDS_BOS)
 
     def list(self, name: str, of: type) -> list[Any]:
         value = self.header.get(name, [])
@@ -240,7 +251,7 @@ def _around(keys: _Keys, special: Mapping[str, str]) -> Any:
     from tokenizers import processors
 
     before, after = [], []
-    if keys.flag("add_bos_token", keys.model == "llama" or keys.pre in ADDS_BOS):
+    if keys.adds_bos:
         before.append(special.get("bos_token"))
     if keys.flag("add_eos_token", False):
         after.append(special.get("eos_token"))

@@ -204,7 +204,28 @@ def test_chat_templates_have_their_keys(tmp_path: Path, form: str) -> None:
     }
     read = read_tokenizer(written(tmp_path, keys))
     assert read.chat_template == load_tokenizer(tmp_path).chat_template == templates
-    assert read.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == "1"
+    assert read.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == "<s>1"
+    read.save_pretrained(tmp_path / "saved")
+    saved = load_tokenizer(tmp_path / "saved").chat_template
+    assert saved == {name: f"{{{{ bos_token }}}}{text}" for name, text in templates.items()}
+
+
+@pytest.mark.parametrize("template", ["{{ 1 }}", "{{ bos_token }}{{ 1 }}", "<s>{{ 1 }}"])
+def test_a_chat_begins_with_bos_once_where_the_file_adds_it(tmp_path: Path, template: str) -> None:
+    keys = tokenizer_keys(STORIES, 512) | {"tokenizer.chat_template": template}
+    turns = [{"role": "user", "content": ""}]
+    read = read_tokenizer(written(tmp_path, keys))
+    assert read.apply_chat_template(turns, tokenize=False) == "<s>1"
+    read.save_pretrained(tmp_path / "saved")
+    assert read.chat_template == template
+    assert load_tokenizer(tmp_path / "saved").apply_chat_template(turns, tokenize=False) == "<s>1"
+    keys["tokenizer.ggml.add_bos_token"] = False
+    read = read_tokenizer(written(tmp_path, keys))
+    bare = "1" if template == "{{ 1 }}" else "<s>1"
+    assert read.apply_chat_template(turns, tokenize=False) == bare
+    read.chat_template = None
+    plain = read.apply_chat_template(turns, tokenize=False, chat_template="{{ 2 }}")
+    assert plain == "2"
 
 
 def test_a_file_without_a_tokenizer_says_so(tmp_path: Path) -> None:
