@@ -38,8 +38,8 @@ from ...quant.model.checkpoint import (
     SINGLE_NAME,
     gguf_file_of,
     indexed_shards,
+    model_config,
     modelopt_quantization,
-    read_json,
 )
 from ...recipes import MODELS as BUNDLED
 from ..base.units import format_gib
@@ -220,7 +220,7 @@ def _from_hub(hub_id: str, unknown: str, trust_remote_code: bool) -> PlannedMode
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         where = "the local hub cache (HF_HUB_OFFLINE is set)" if offline else "the hub"
         raise BadInput(f"{unknown}; {where} did not give it: {reason}") from error
-    config = read_json(path)
+    config = model_config(path)
     shape = shape_of(config, path.parent, trust_remote_code=trust_remote_code)
     if not stored_quantization(config):
         with suppress(EntryNotFoundError):  # most repositories have no such file
@@ -230,7 +230,7 @@ def _from_hub(hub_id: str, unknown: str, trust_remote_code: bool) -> PlannedMode
 
 
 def _from_file(path: Path, name: str, trust_remote_code: bool) -> PlannedModel:
-    config, stored = read_json(path), None
+    config, stored = model_config(path), None
     shape = shape_of(config, path.parent, trust_remote_code=trust_remote_code)
     if path.name == "config.json":
         stored = stored_weight_bytes(path.parent)
@@ -360,7 +360,7 @@ def facts_of(path: Path) -> ModelFacts:
         weights = f"GGUF {file_type(opened, blocks) if blocks else kinds[0]}"
         stored_bytes = sum(tensor.nbytes for tensor in tensors)
     else:
-        config, weights, stored_bytes = read_json(path / "config.json"), "", None
+        config, weights, stored_bytes = model_config(path / "config.json"), "", None
     # The shape refuses fields of a wrong kind, so it is before the others.
     num_parameters = model_shape(config).num_parameters if has_table_rule(config) else None
     if file is None:

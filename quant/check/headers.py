@@ -12,7 +12,7 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ..kinds.base.raw import Entries, read_headers
-from ..model.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, indexed_shards, read_json
+from ..model.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, indexed_shards, model_config
 from .findings import Finding, Severity
 
 
@@ -29,7 +29,7 @@ class HeaderCheckpoint(Checkpoint):
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self.folder = self.path if self.path.is_dir() else self.path.parent
-        self.config = read_json(self.folder / "config.json")
+        self.config = model_config(self.folder / "config.json")
         self._handles: dict[str, Any] = {}
         self.findings: list[Finding] = []
         self.entries: Entries = {}

@@ -48,7 +48,8 @@ def stored_config(file: GgufFile) -> dict[str, Any]:
             f"{path} has {name} {ours!r}, but {file.path.name} beside it has {theirs}: they do not belong "
             "together"
         )
-    config.pop("quantization_config", None)
+    for name in ("quantization_config", "compression_config", "quantization"):
+        config.pop(name, None)
     return config
 
 

@@ -63,6 +63,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def model_config(path: Path) -> dict[str, Any]:
+    """A `config.json`, with other names of a `quantization_config` replaced: `compression_config` of older
+    compressed-tensors, and MLX's `quantization`, which no format reads. BadInput: as `read_json`."""
+    config = read_json(path)
+    older = {"compression_config": "compressed-tensors", "quantization": "mlx"}
+    for name, method in older.items():
+        value = config.get(name)
+        if isinstance(value, dict) and config.get("quantization_config") is None:
+            config["quantization_config"] = {"quant_method": method, **config.pop(name)}
+    return config
+
+
 def check_kinds(path: Path, value: Any, kinds: Any) -> None:
     """Raise BadInput where a value of a file is not of the kind that its readers need: `kind_fault`."""
     if fault := kind_fault(value, kinds, ""):
@@ -128,7 +140,7 @@ class Checkpoint:
     def __init__(self, folder: Path | str, *, trust_remote_code: bool = False):
         self.folder = self.path = Path(folder)
         self.trust_remote_code = trust_remote_code
-        self.config = read_json(self.folder / "config.json")
+        self.config = model_config(self.folder / "config.json")
         self._handles: dict[str, Any] = {}
         if (self.folder / SINGLE_NAME).is_file():
             names = self._open(SINGLE_NAME).keys()

@@ -16,6 +16,7 @@ from ..model.checkpoint import (
     MANIFEST_NAME,
     Checkpoint,
     gguf_file_of,
+    model_config,
     read_json,
 )
 
@@ -53,7 +54,7 @@ def refuse_plain(folder: Path) -> None:
     if folder.is_file() or gguf_file_of(folder) or any(other.is_file() for other in others):
         return
     config = folder / "config.json"
-    if config.is_file() and read_json(config).get("quantization_config") is None:
+    if config.is_file() and model_config(config).get("quantization_config") is None:
         raise BadInput(f"{folder} is not quantized: its config has no quantization_config")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from llmopt.engine.base.units import format_gib, format_tokens, parse_bytes, par
 from llmopt.engine.planner.catalog import facts_of, find_model
 from llmopt.engine.planner.devices import DEFAULT_DEVICES, choose_devices, devices, find_device
 from llmopt.engine.planner.weights import BF16
-from llmopt.quant.model.checkpoint import HF_QUANT_CONFIG
+from llmopt.quant.formats.registry import quantized_modules
+from llmopt.quant.model.checkpoint import HF_QUANT_CONFIG, Checkpoint
+from llmopt.quant.source.models import refuse_plain
 from llmopt.recipes import MODELS
 
 
@@ -104,6 +107,27 @@ def test_modelopts_own_file_alone_says_how_weights_are_stored(tmp_path: Path) ->
     model = find_model(str(tmp_path))
     assert model.as_stored().name == "fp8" and facts_of(tmp_path).weights == "modelopt fp8"
     assert model.shape == find_model("stories3M").shape
+
+
+def test_older_names_of_a_quantization_config_are_read(tmp_path: Path) -> None:
+    shutil.copytree(MODELS / "stories3M", tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "config.json"
+    plain = json.loads(path.read_text())
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"symmetric": True, **weights}}}
+    stored = {"format": "pack-quantized", "config_groups": groups, "ignore": ["lm_head"]}
+    path.write_text(json.dumps({**plain, "compression_config": stored}))
+    expected = {"quant_method": "compressed-tensors", **stored}
+    assert Checkpoint(tmp_path).config == {**plain, "quantization_config": expected}
+    assert find_model(str(tmp_path)).as_stored().name == "int4"
+    refuse_plain(tmp_path)
+    path.write_text(json.dumps({**plain, "quantization": {"group_size": 64, "bits": 4}}))
+    with pytest.raises(BadInput, match="quant_method 'mlx' is not supported"):
+        quantized_modules(Checkpoint(tmp_path))
+    assert find_model(str(tmp_path)).as_stored().name == "mlx"  # by the bytes of its files
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(BadInput, match="quant_method 'mlx' is not known here"):
+        find_model(str(tmp_path)).as_stored()
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
