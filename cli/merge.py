@@ -63,3 +63,5 @@ def merge(
         "change",
         result_console(as_json, asdict(result)),
     )
+    for note in result.notes:
+        say(note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base.errors import BadInput
 from ..base.consumed import Consumed
-from ..model.checkpoint import read_json
+from ..model.checkpoint import TOKENIZER_FILES, files_of, read_json
 
 if TYPE_CHECKING:
     import torch
 
 
 CONFIG_NAME = "adapter_config.json"
+_SETTINGS = "tokenizer_config.json"
 # Fields of the training and of the file, which do not change how weights are read.
 _IRRELEVANT = (
     *("corda_config", "eva_config", "exclude_modules", "layers_pattern", "loftq_config"),
@@ -131,6 +133,39 @@ def _pattern(path: Path, field: str, raw: Mapping[str, Any], kind: type) -> dict
         except re.error as error:
             raise BadInput(f"{path}: {field}: {key!r} is no pattern: {error}") from error
     return dict(pattern)
+
+
+def with_tokenizer_of(
+    folder: Path, files: Mapping[str, bytes]
+) -> tuple[Mapping[str, bytes], str | None]:
+    """The base's files with the tokenizer and chat template that an adapter was trained with, which TRL,
+    Unsloth and Axolotl save; as they were, and a note, where its ids are not the base's."""
+    own = files_of(folder, TOKENIZER_FILES)
+    theirs, ours = (_vocabulary(part.get("tokenizer.json"), folder) for part in (own, files))
+    others = sorted({*theirs.items()} ^ {*ours.items()}) if theirs else []
+    is_bare = bool(own) and not theirs and not all("chat_template" in name for name in own)
+    if others or is_bare:
+        why = f"the ids of {len(others)} tokens, such as {others[0][0]!r}, differ from the base's"
+        return files, f"note: {folder}: tokenizer and chat template are not taken: " + (
+            "there is no tokenizer.json to compare" if is_bare else why
+        )
+    settings, named = json.loads(own.get(_SETTINGS, b"{}")), "chat_template"
+    if named in settings or any(named in name for name in own):
+        files = {name: content for name, content in files.items() if named not in name}
+    elif own and named in (base := json.loads(files.get(_SETTINGS, b"{}"))):
+        own[_SETTINGS] = json.dumps({**settings, named: base[named]}).encode()
+    return {**files, **own}, None
+
+
+def _vocabulary(content: bytes | None, folder: Path) -> dict[str, int]:
+    from tokenizers import Tokenizer
+
+    if content is None:
+        return {}
+    try:
+        return Tokenizer.from_buffer(content).get_vocab()
+    except Exception as error:  # the package has no type of its own
+        raise BadInput(f"{folder}: a tokenizer.json is damaged: {error}") from error
 
 
 class LoraPair(NamedTuple):

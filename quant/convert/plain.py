@@ -41,7 +41,7 @@ from ..model.parameters import ModelParameters, model_parameters
 from ..plan.journal import sha256_of_file, weight_digests
 from ..plan.manifest import Conversion, to_json
 from ..source.models import short_name
-from .adapter import WEIGHTS_NAME, AdapterWeights, LoraSettings
+from .adapter import WEIGHTS_NAME, AdapterWeights, LoraSettings, with_tokenizer_of
 
 PLAIN = "hf"
 """The plain checkpoint among the formats that `convert` writes."""
@@ -142,10 +142,12 @@ def write_plain(
     source: Checkpoint,
     tensors: Iterable[Mapping[str, torch.Tensor]],
     dtype: torch.dtype | None,
+    companions: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write shards, companions and a config without a quantization, with the class that loads it."""
+    """Write shards, companions (or else the source's) and a config without a quantization, with the class
+    that loads it."""
     write_shards(work, tensors, source.release)
-    for name, content in source.companions().items():
+    for name, content in (source.companions() if companions is None else companions).items():
         write_atomically(work / name, content)
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     if dtype is not None:
@@ -212,12 +214,13 @@ class WeightedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Changed linears with the norm of change over weight, and the least share that rounding left."""
+    """Changed linears with the norm of change over weight, the least share that rounding left, and notes."""
 
     output: Path
     dtype: str
     modules: dict[str, float]
     kept: float
+    notes: tuple[str, ...] = ()
 
 
 def merge(
@@ -240,7 +243,7 @@ def merge(
     with atomic_folder(output, output.name + _UNFINISHED) as work:
         job.write(work)
         write_atomically(work / MERGE_RECORD_NAME, to_json(job.record()))
-    return Merged(output, dtype, job.changes, job.kept)
+    return Merged(output, dtype, job.changes, job.kept, tuple(job.notes))
 
 
 class _Adapter:
@@ -274,6 +277,7 @@ class _Merge:
         self._quantized = quantized_modules(base)
         self.changes: dict[str, float] = {}
         self.kept = 1.0
+        self.notes: list[str] = []
 
     def check(self) -> None:
         """Find every adapter's modules, and check shapes, before anything is written; BadInput as `merge`."""
@@ -329,7 +333,12 @@ class _Merge:
             progress=self._progress,
             what="merging",
         )
-        write_plain(work, self._base, tensors, self._dtype)
+        files = self._base.companions()
+        for adapter in self._adapters:
+            files, note = with_tokenizer_of(adapter.folder, files)
+            if note is not None:
+                self.notes.append(note)
+        write_plain(work, self._base, tensors, self._dtype, files)
 
     def _merged(self, module: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         change = torch.zeros_like(weight)

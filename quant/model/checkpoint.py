@@ -24,19 +24,16 @@ SINGLE_NAME = "model.safetensors"
 MANIFEST_NAME = "llmopt_quantization.json"
 HF_QUANT_CONFIG = "hf_quant_config.json"
 MAPPED_SHARDS = 2  # mapped at a time: pages that were read stay resident until a shard is unmapped
+TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("chat_template*", "additional_chat_templates/*"),
+)
 # Files that a copy needs next to its config and weights: tokenizer, processor, generation config, licence,
 # and modules of sentence-transformers.
 _COMPANIONS = (
     *("generation_config.json", "preprocessor_config.json", "processor_config.json"),
-    *("video_preprocessor_config.json", "tokenizer*", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "LICENSE*", "NOTICE*"),
-    *(
-        "additional_chat_templates/*",
-        "tekken.json",
-        "modules.json",
-        "*sentence*.json",
-        "[0-9]_*/**/*",
-    ),
+    *("video_preprocessor_config.json", "tekken.json", "LICENSE*", "NOTICE*", *TOKENIZER_FILES),
+    *("modules.json", "*sentence*.json", "[0-9]_*/**/*"),
 )
 GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
 EXPERT = re.compile(r"\.experts\.(\d+)\.")

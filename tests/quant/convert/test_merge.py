@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from llmopt.quant.convert.plain import WeightedAdapter, merge
 from llmopt.quant.formats.registry import read_quantized
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.source.load_processor import load_tokenizer
 from llmopt.recipes import MODELS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -126,6 +128,30 @@ def test_the_record_names_the_base_by_its_digest(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "merged" / "merge.json").read_text())
     assert set(record["base_sha256"]) == {p.name for p in MODEL.glob("*.safetensors")}
     assert [(a["name"], a["weight"]) for a in record["adapters"]] == [("adapter", 1.0)]
+
+
+def test_the_tokenizer_is_the_one_that_the_adapter_was_trained_with(tmp_path: Path) -> None:
+    base = shutil.copytree(MODEL, tmp_path / "base")
+    (base / "chat_template.jinja").write_text("BASE")
+    adapter = write_adapter(tmp_path / "adapter", plain(), ("q_proj",))
+    for path in MODEL.glob("*token*"):
+        shutil.copy(path, adapter)
+    settings = json.loads((MODEL / "tokenizer_config.json").read_text())
+    changed = {**settings, "eos_token": "<unk>", "chat_template": "TUNED"}
+    (adapter / "tokenizer_config.json").write_text(json.dumps(changed))
+    assert not merge(Checkpoint(base), [WeightedAdapter(adapter)], tmp_path / "m").notes
+    tokenizer = load_tokenizer(tmp_path / "m")
+    assert (tokenizer.chat_template, tokenizer.eos_token_id) == ("TUNED", 0)
+    (adapter / "tokenizer_config.json").write_text(json.dumps(settings))
+    merge(Checkpoint(base), [WeightedAdapter(adapter)], tmp_path / "kept")
+    assert load_tokenizer(tmp_path / "kept").chat_template == "BASE"
+    content = json.loads((adapter / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 512, "content": "<new>"})
+    (adapter / "tokenizer.json").write_text(json.dumps(content))
+    (note,) = merge(Checkpoint(base), [WeightedAdapter(adapter)], tmp_path / "other").notes
+    assert "not taken: the ids of 1 tokens, such as '<new>', differ from the base's" in note
+    expected = (base / "tokenizer.json").read_bytes()
+    assert (tmp_path / "other" / "tokenizer.json").read_bytes() == expected
 
 
 def test_bad_input_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
