@@ -270,8 +270,13 @@ def _special_keys(folder: Path) -> dict[str, Any]:
         f"tokenizer.ggml.{name}_token_id": int(i) for name, i in ids.items() if i is not None
     }
     sample = tokenizer("a").input_ids
-    keys["tokenizer.ggml.add_bos_token"] = bool(sample) and sample[0] == bos
-    keys["tokenizer.ggml.add_eos_token"] = len(sample) > 1 and sample[-1] == eos
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.is_file() else {}
+    adds = {"bos": bool(sample) and sample[0] == bos, "eos": len(sample) > 1 and sample[-1] == eos}
+    for name, is_added in adds.items():
+        # A flag counts alone too, as in llama.cpp's converter (DeepSeek-R1-Distill-Qwen).
+        is_set = settings.get(f"add_{name}_token") is True and ids[name] is not None
+        keys[f"tokenizer.ggml.add_{name}_token"] = is_added or is_set
     named = template if isinstance(template, dict) else {"default": template} if template else {}
     others = {re.sub(r"[^A-Za-z0-9]", "_", n): text for n, text in named.items() if n != "default"}
     if "default" in named:

@@ -228,6 +228,19 @@ def test_a_chat_begins_with_bos_once_where_the_file_adds_it(tmp_path: Path, temp
     assert plain == "2"
 
 
+@pytest.mark.parametrize(("declared", "written"), [(True, True), (False, False), (None, False)])
+def test_flags_of_tokenizer_config_are_written(
+    tmp_path: Path, declared: bool | None, written: bool
+) -> None:
+    """The tokenizer.json of DeepSeek-R1-Distill-Qwen adds no BOS."""
+    byte_level_tokenizer(tmp_path, None)
+    path = tmp_path / "tokenizer_config.json"
+    flags = {"add_bos_token": declared, "add_eos_token": declared}
+    path.write_text(json.dumps(json.loads(path.read_text()) | flags))
+    keys = tokenizer_keys(tmp_path, 500)
+    assert keys["tokenizer.ggml.add_bos_token"] is keys["tokenizer.ggml.add_eos_token"] is written
+
+
 def test_a_file_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"holds no tokenizer: put the model's tokenizer\.json"):
         read_tokenizer(written(tmp_path, {}))
