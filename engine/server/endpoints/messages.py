@@ -10,7 +10,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from ...scheduling.outputs import RequestOutput
 from ..parsing.formats import Arguments, CallStart, Event, Reasoning, Text
@@ -30,6 +30,9 @@ from .conversation import ConversationResponse, converse, render
 from .service import Service, note_ignored, server_sent
 
 Content = Annotated[str | list[dict[str, Any]], BeforeValidator(bounded_parts)]
+BILLING = "x-anthropic-billing-header:"
+"""Beginning of Claude Code's first system block, which changes with every request: nothing after it would be
+in the prefix cache (https://github.com/anthropics/claude-code/issues/68900)."""
 
 
 class AnthropicMessage(BaseModel):
@@ -103,6 +106,13 @@ class MessagesPrompt(BaseModel):
     output_config: OutputConfig | None = None
 
     model_config = ConfigDict(extra="allow")
+
+    @field_validator("system")
+    @classmethod
+    def _without_billing(cls, system: Content | None) -> Content | None:
+        if not isinstance(system, list):
+            return system
+        return [block for block in system if not str(block.get("text")).startswith(BILLING)] or None
 
     @property
     def thinks(self) -> bool:

@@ -82,6 +82,22 @@ def test_a_text_whole_and_streamed(served: RunningServer) -> None:
     assert last.usage.output_tokens == 12
 
 
+def test_claude_codes_billing_header_is_no_prompt(served: RunningServer) -> None:
+    def system(billing: str) -> Any:
+        first = f"x-anthropic-billing-header: cc_version=2.1.177; cc_entrypoint=cli; cch={billing};"
+        texts = [first, "Be brief. " * 20]
+        return [{"type": "text", "text": text} for text in texts if billing or text is not first]
+
+    asked: Any = {"model": "tiny", "messages": USER}
+    count = client(served).messages.count_tokens
+    plain = count(system=system(""), **asked).input_tokens
+    assert count(system=system("36ee5"), **asked).input_tokens == plain
+    assert count(system=system("36ee5")[:1], **asked) == count(**asked)
+    client(served).messages.create(system=system("36ee5"), **asked, max_tokens=1)
+    usage = client(served).messages.create(system=system("0aaa9"), **asked, max_tokens=1).usage
+    assert (usage.cache_read_input_tokens or 0) > plain // 2
+
+
 def test_stop_sequences_are_named(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     saying(served, monkeypatch, "It is dry. END and more")
     answer = client(served).messages.create(messages=USER, stop_sequences=["END"], **FIELDS)
