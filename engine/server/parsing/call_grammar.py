@@ -7,21 +7,30 @@ output, are told by how those begin, and no text begins so.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from .argument_schemas import Schema, type_of, types_of, values_of, variants
 from .formats import HARMONY, CallShape, Piece, ReasoningFormat, Tags, ToolFormat
 from .parser import CHANNEL, ENDS, MESSAGE, START
 
 Form = dict[str, Any]
-Schema = Mapping[str, Any]
 
 _SHARED = ("$defs", "definitions")
 _ELSEWHERE = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
 _SPACE = r"[ \n]{0,2}"
 _KEY = r"[A-Za-z0-9_.\-]{1,64}"
 _ANY: Form = {"type": "any_text"}
+_FREE = "(?s:.*)"
+_INTEGER = "-?(?:0|[1-9][0-9]*)"
+_LITERALS = {
+    "null": "null",
+    "boolean": "true|false",
+    "integer": _INTEGER,
+    "number": _INTEGER + r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
+}
 _ANSWER = " answer"
 _SPOKEN: Form = {"type": "any_text", "excludes": [CHANNEL, START, MESSAGE, *ENDS]}
 _TURN: Form = {"type": "const_string", "value": f"{START}assistant"}
@@ -171,7 +180,7 @@ def _elements(tags: Tags, schema: dict[str, Any]) -> Form:
     required = schema.get("required") or ()
     parts = []
     for key, declared in (schema.get("properties") or {}).items():
-        element = _sequence(_element(tags, key, _with_shared(declared, schema)), _pattern(_SPACE))
+        element = _sequence(_element(tags, key, declared, schema), _pattern(_SPACE))
         parts.append(element if key in required else _optional(element))
     if schema.get("additionalProperties") or _ELSEWHERE & schema.keys():
         key = _sequence(_const(tags.key_open), _pattern(_KEY))
@@ -181,15 +190,23 @@ def _elements(tags: Tags, schema: dict[str, Any]) -> Form:
     return _sequence(*parts)
 
 
-def _element(tags: Tags, key: str, declared: Any) -> Form:
-    is_text = isinstance(declared, Mapping) and declared.get("type") == "string"
-    mark = f'" string="{"true" if is_text else "false"}' if tags.typed else ""
-    content: Form = {"type": "json_schema", "json_schema": declared}
-    if is_text:
-        content = _text_of(declared, r"\n?" if tags.strips_newlines else "")
-    elif tags.strips_newlines:
-        content = _sequence(_pattern(r"\n?"), content, _pattern(r"\n?"))
-    return _value(tags, f"{tags.key_open}{key}{mark}{tags.key_close}", content)
+def _element(tags: Tags, key: str, declared: Any, root: Schema) -> Form:
+    schemas, margin = variants(declared, root), r"\n?" if tags.strips_newlines else ""
+    types = types_of(schemas)
+    value: Form = {"type": "json_schema", "json_schema": _with_shared(declared, root)}
+    if margin:
+        value = _sequence(_pattern(margin), value, _pattern(margin))
+    if not tags.typed:
+        content = _raw(schemas, margin, value) if "string" in types else value
+        return _value(tags, f"{tags.key_open}{key}{tags.key_close}", content)
+    texts = [{**schema, "type": "string"} for schema in schemas if "string" in types_of([schema])]
+    contents = {"true": _raw(texts, margin, value)} if texts else {}
+    if types != {"string"}:
+        contents["false"] = value
+    opening = f'{tags.key_open}{key}" string="'
+    return _either(
+        _value(tags, opening + mark + tags.key_close, content) for mark, content in contents.items()
+    )
 
 
 def _value(tags: Tags, opening: str, content: Form) -> Form:
@@ -200,20 +217,37 @@ def _value(tags: Tags, opening: str, content: Form) -> Form:
     return _sequence(_const(opening), _pattern(_SPACE), value)
 
 
-def _text_of(declared: Schema, margin: str) -> Form:
-    """A string as it is, without quotes; formats are not looked at."""
-    values = [declared["const"]] if "const" in declared else declared.get("enum")
-    if values is not None:
-        body = "|".join(re.escape(str(value)) for value in values)
-    elif (pattern := declared.get("pattern")) is not None:
+def _raw(schemas: Sequence[Schema], margin: str, value: Form) -> Form:
+    """Strings as they are, without quotes, or a `value` of another type; formats are not looked at."""
+    bodies = [body for schema in schemas for body in _bodies(schema)]
+    limited = types_of([schema for schema in schemas if values_of(schema) is None])
+    has_lists = not limited.isdisjoint(("array", "object"))
+    # The lexer cannot go back from a pattern to a list that begins as one of its strings.
+    if _FREE in bodies or (has_lists and "string" in limited):
+        return _ANY
+    text = _pattern(f"{margin}(?:{'|'.join(bodies)}){margin}")
+    return _either([text, value]) if has_lists else text
+
+
+def _bodies(schema: Schema) -> Iterator[str]:
+    """Patterns of the raw texts of strings and of constants that the schema allows."""
+    types, pattern = types_of([schema]), schema.get("pattern")
+    if (values := values_of(schema)) is not None:
+        for value in values:
+            if type_of(value) in types:
+                yield re.escape(value if isinstance(value, str) else json.dumps(value))
+        return
+    yield from (_LITERALS[name] for name in types & _LITERALS.keys())
+    if "string" not in types:
+        return
+    if isinstance(pattern, str):
         begins, ends = pattern.startswith("^"), pattern.endswith("$")
         inner = pattern[begins : len(pattern) - ends]
-        body = f"{'' if begins else '(?s:.*)'}(?:{inner}){'' if ends else '(?s:.*)'}"
-    elif "minLength" in declared or "maxLength" in declared:
-        body = f"(?s:.{{{declared.get('minLength', 0)},{declared.get('maxLength', '')}}})"
+        yield f"{'' if begins else _FREE}(?:{inner}){'' if ends else _FREE}"
+    elif "minLength" in schema or "maxLength" in schema:
+        yield f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})"
     else:
-        return _ANY
-    return _pattern(f"{margin}(?:{body}){margin}")
+        yield _FREE
 
 
 def _add_keywords(rules: dict[str, Form], name: str, schema: dict[str, Any]) -> None:

@@ -12,9 +12,10 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ...scheduling.outputs import overlap
+from .argument_schemas import ANY, raw_value, types_of, variants
 from .formats import SEPARATORS, Arguments, CallStart, Event, Tags, ToolFormat, call_id, json_value
 
 Waiting = Generator[None, None, None]
@@ -161,32 +162,11 @@ class TextSource:
             emit(self.take(count))
 
 
-_PYTHON = {"True": True, "False": False, "None": None}
 _JSON = {"true": True, "false": False, "null": None}
-Kind = Literal["string", "other", "unknown"]
-
-
-def kind_of(schema: Any, key: str) -> Kind:
-    """Type of an argument by the schema of a tool's parameters: a string or not, if it says so."""
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    declared = properties.get(key) if isinstance(properties, Mapping) else None
-    if not isinstance(declared, Mapping) or "type" not in declared:
-        return "unknown"
-    return "string" if declared["type"] == "string" else "other"
 
 
 def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def value_of(text: str) -> str:
-    """A value as JSON: itself if it is JSON, Python's constants, else a string."""
-    stripped = text.strip()
-    try:
-        json_value(stripped)
-    except ValueError:
-        return json.dumps(_PYTHON.get(stripped, text), ensure_ascii=False)
-    return stripped
 
 
 MAX_HEADER = 512
@@ -327,19 +307,24 @@ class CallReader:
             if key is None:
                 break
             source.take(len(tags.key_close))
-            kind = kind_of(self._schemas.get(name), key)
+            schemas = self._variants(name, key)
             if tags.typed:
                 key, _, is_string = key.partition('" string="')
-                kind = "string" if is_string == "true" else "other"
+                schemas = [{"type": "string"}] if is_string == "true" else ANY
             self.argue(separator + json.dumps(key.strip(), ensure_ascii=False) + ": ")
             separator = ", "
-            yield from self._value(tags, kind)
+            yield from self._value(tags, schemas)
         if marker == tags.call_close and marker != end:
             source.take(len(tags.call_close))
         self.argue("{}" if separator == "{" else "}")
         return True
 
-    def _value(self, tags: Tags, kind: str) -> Waiting:
+    def _variants(self, name: str, key: str) -> Sequence[Mapping[str, Any]]:
+        root = self._schemas.get(name)
+        properties = root.get("properties") if isinstance(root, Mapping) else None
+        return variants(properties.get(key) if isinstance(properties, Mapping) else None, root)
+
+    def _value(self, tags: Tags, schemas: Sequence[Mapping[str, Any]]) -> Waiting:
         """The value of an argument: a string as it comes, anything else once it is whole."""
         source = self._source
         if tags.value_open:
@@ -351,14 +336,14 @@ class CallReader:
             ends.append("\n" + tags.value_close)
             if (yield from source.peek()) == "\n":
                 source.take(1)
-        if kind == "string":
+        if types_of(schemas) == {"string"}:
             self.argue('"')
             end = yield from source.until(ends, lambda text: self.argue(escaped(text)))
             self.argue('"')
         else:
             parts: list[str] = []
             end = yield from source.until(ends, parts.append)
-            self.argue(value_of("".join(parts)))
+            self.argue(raw_value("".join(parts), schemas))
         source.take(len(end or ""))
 
     def _python(self) -> Reading:

@@ -12,10 +12,12 @@ from llmopt.engine.sampling.grammar import GrammarCompiler
 from llmopt.engine.server.parsing.call_grammar import calls_in_text, shaped_answer
 from llmopt.engine.server.parsing.formats import (
     FORMATS,
+    GLM45,
     HARMONY,
     HERMES,
     LLAMA3_JSON,
     LLAMA4_PYTHONIC,
+    MINIMAX_M2,
     MISTRAL,
     MISTRAL_THINK,
     QWEN3_CODER,
@@ -42,6 +44,8 @@ TOOLS: dict[str, Any] = {
             "unit": {"type": "string", "enum": ["C", "F"]},
             "wind": {"type": "boolean"},
             "place": {"$ref": "#/$defs/place"},
+            "note": {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}]},
+            "level": {"enum": ["low", "7", 7, None]},
         },
         "required": ["days", "place"],
         "$defs": {
@@ -106,6 +110,32 @@ class Walk:
     @property
     def text(self) -> str:
         return self.tokenizer.decode(self.ids, skip_special_tokens=False)
+
+
+RAW = {
+    QWEN3_CODER: "<tool_call>\n<function=f>\n<parameter=x>\n{}\n</parameter>\n</function>\n</tool_call>",
+    GLM45: "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    MINIMAX_M2: '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">{}</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+}
+COLOR: Any = {"$defs": {"color": {"type": "string", "enum": ["red", "1"]}}}
+UNQUOTED: list[tuple[Any, list[Any]]] = [
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["anything", "12345", "true", '"a"', '{"a": 1}', None]),
+    ({"type": ["string", "null"]}, ["anything", "007", None]),
+    ({"type": ["string", "integer"]}, ["anything", "1.5", 12345]),
+    ({"oneOf": [{"type": "string"}, {"type": "array"}]}, ["anything", "5", ["a"]]),
+    ({}, ["anything", 5, {"a": 1}]),
+    ({"enum": ["red", "1"]}, ["red", "1"]),
+    ({"enum": ["1", 2, None]}, ["1", 2, None]),
+    ({"const": "5"}, ["5"]),
+    ({"$ref": "#/$defs/color"}, ["red", "1"]),
+    ({"anyOf": [{"$ref": "#/$defs/color"}, {"type": "null"}]}, ["red", "1", None]),
+    ({"allOf": [{"$ref": "#/$defs/color"}], "default": "red"}, ["red", "1"]),
+    ({"anyOf": [{"type": "string", "pattern": "^[a-c]+$"}, {"type": "boolean"}]}, ["abc", True]),
+    ({"anyOf": [{"type": "string", "maxLength": 3}, {"type": "integer"}]}, ["abc", 12345]),
+    ({"anyOf": [{"type": "string", "maxLength": 3}, {"type": "object"}]}, ["anything", {"a": 1}]),
+    ({"anyOf": [{"enum": ["red"]}, {"type": "array", "items": {"type": "integer"}}]}, ["red", [1, 2]]),
+]  # fmt: skip
 
 
 def parsed(form: ToolFormat, text: str, **options: Any) -> Parsed:
@@ -234,6 +264,27 @@ def test_harmonys_last_message_is_the_shaped_answer(compiler: tuple[Any, Grammar
         whole = Parsed()
         whole.add(OutputParser(form).feed(walk.text, is_last=True))
         assert (whole.reasoning, whole.text) == ("A user asks.", answer)
+
+
+@pytest.mark.parametrize("form", RAW, ids=lambda form: form.name)
+@pytest.mark.parametrize(("declared", "values"), UNQUOTED)
+def test_strings_among_other_values_are_written_raw(
+    form: ToolFormat, declared: Any, values: list[Any], compiler: tuple[Any, GrammarCompiler]
+) -> None:
+    tools = {"f": {"properties": {"x": declared}, "required": ["x"], **COLOR}}
+    tag = calls_in_text(form, tools)
+    for value in values:
+        written = value if isinstance(value, str) else json.dumps(value)
+        walk = Walk(compiler, tag)
+        assert walk.write(RAW[form].format(written)), written
+        whole = Parsed()
+        parser = OutputParser(OutputFormat(form, schemas=tools))
+        for event in map(parser.feed, walk.text):
+            whole.add(event)
+        whole.add(parser.feed("", is_last=True))
+        assert [call.arguments for call in whole.calls] == [json.dumps({"x": value})]
+    if "anything" not in values:
+        assert not Walk(compiler, tag).write(RAW[form].format("anything"))
 
 
 def test_calls_without_a_marker_are_of_declared_tools() -> None:
