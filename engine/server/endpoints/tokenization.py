@@ -19,6 +19,7 @@ from ..protocol.chat_protocol import ChatMessage, Tool
 from ..protocol.errors import bad_field
 from ..protocol.generation_protocol import Prompt
 from .capabilities import SizedPool
+from .turns import keeps_system_turns, with_one_system_turn
 
 MAX_PAIR_CHARACTERS = 16 << 20
 """Limit of all pairs of a request: the tokenizer has one thread."""
@@ -116,6 +117,10 @@ class Tokenization:
             raise bad_field("suffix", problem)
         before, after, between = self.fill_markers
         return f"{before}{prompt}{after}{suffix}{between}"
+
+    @cached_property
+    def _keeps_system_turns(self) -> bool:
+        return keeps_system_turns(self._tokenizer, as_parts=self._as_parts)
 
     @property
     def takes_tools(self) -> bool:
@@ -309,6 +314,8 @@ class Tokenization:
     ) -> str:
         described: Any = [tool.for_template() for tool in tools] or None
         turns = [message.for_template(as_parts=self._as_parts) for message in messages]
+        if any(turn["role"] == "system" for turn in turns[1:]) and not self._keeps_system_turns:
+            turns = with_one_system_turn(turns)
         if "items" in self.template_text:  # it goes through the arguments of calls
             for function in (call["function"] for t in turns for call in t.get("tool_calls", ())):
                 if not isinstance(function["arguments"], dict):

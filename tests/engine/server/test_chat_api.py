@@ -13,8 +13,10 @@ from llmopt.base.errors import BadInput
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.server.endpoints.capabilities import default_sampling
 from llmopt.engine.server.endpoints.tokenization import SpecialTexts, Tokenization
+from llmopt.engine.server.endpoints.turns import with_one_system_turn
 from llmopt.engine.server.protocol.chat_protocol import ChatRequest
 from llmopt.quant.gguf.container import write_gguf
+from llmopt.quant.source.load_processor import load_tokenizer
 from llmopt.recipes import MODELS
 
 from ...support.live_server import RunningServer, events, make_engine, running
@@ -143,6 +145,51 @@ def test_a_model_speaks_its_own_template(templated: Tokenization) -> None:
     (expected,) = asyncio.run(templated.encode(["[system]hi[user]hi[assistant]"]))
     assert token_ids == expected
     assert token_ids.count(1) == 1
+
+
+FIRST_SYSTEM = (
+    "{% if messages[0].role == 'system' %}system: {{ messages[0].content }}\n{% endif %}"
+    "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+)
+LEADING_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+)
+EVERY_SYSTEM = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ("sA sB uC", "system: A\n\nB\nuser: C\n"),
+        ("sA uB aC sD uE", "system: A\nuser: B\nassistant: C\nuser: D\n\nE\n"),
+        ("uA aB sC dD uE", "user: A\nassistant: B\nuser: C\n\nD\n\nE\n"),
+        ("sA uB aC sD aE", "system: A\nuser: B\nassistant: C\nuser: D\nassistant: E\n"),
+        ("uA sB", "user: A\n\nB\n"),
+        ("uA uB", "user: A\nuser: B\n"),
+    ],
+)
+def test_no_system_message_is_lost(turns: str, expected: str) -> None:
+    roles = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
+    messages = [{"role": roles[turn[0]], "content": turn[1:]} for turn in turns.split()]
+    request = ChatRequest.model_validate({"messages": messages})
+    tokenizer = load_tokenizer(MODELS / "stories260K")
+    for template in (FIRST_SYSTEM, LEADING_SYSTEM):
+        text = Tokenization(tokenizer, chat_template=template)
+        assert asyncio.run(text.render_chat(request.messages, [], {})) == expected + "assistant:"
+    text = Tokenization(tokenizer, chat_template=EVERY_SYSTEM)
+    roles["d"] = "system"
+    plain = "".join(f"{roles[turn[0]]}: {turn[1:]}\n" for turn in turns.split())
+    assert asyncio.run(text.render_chat(request.messages, [], {})) == plain + "assistant:"
+
+
+def test_images_stay_where_a_system_message_joins_their_turn() -> None:
+    image = [{"type": "image"}, {"type": "text", "text": "B"}]
+    turns = [{"role": "user", "content": "A"}, {"role": "system", "content": "S"}]
+    (turn,) = with_one_system_turn([*turns, {"role": "user", "content": image}])
+    separator = {"type": "text", "text": "\n\n"}
+    assert turn["content"] == [{"type": "text", "text": "A\n\nS"}, separator, *image]
 
 
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
