@@ -31,7 +31,7 @@ _LITERALS = {
     "integer": _INTEGER,
     "number": _INTEGER + r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
 }
-_ANSWER = " answer"
+_ANSWER, _CALLS = " answer", " calls"
 _SPOKEN: Form = {"type": "any_text", "excludes": [CHANNEL, START, MESSAGE, *ENDS]}
 _TURN: Form = {"type": "const_string", "value": f"{START}assistant"}
 _BEGINS = {"json": r'\s*\{ ?"name"', "python": r"\s*\[ ?[A-Za-z_][A-Za-z0-9_.]*\("}
@@ -61,10 +61,11 @@ def calls_in_text(
         return {"type": "structural_tag", "format": _messages(tools), "rules": rules}
     shapes = form.shapes or (_shape_of(form),)
     section = _either([_section(shape, tools) for shape in shapes])
+    rules[_CALLS] = _tag("", section, form.end or "")
     text: Form = {
         "type": "triggered_tags",
         "triggers": [form.start],
-        "tags": [_tag(form.start, section, form.end or "")],
+        "tags": [_tag(form.start, _named(_CALLS), "")],
         # Where nothing ends a section, what follows would be read as more calls.
         "stop_after_first": form.end is None,
         "begins_unlike": [_BEGINS[form.style]] if form.bare else [],
@@ -77,7 +78,10 @@ def calls_in_text(
         whole = _either([*bare, text])
     if reasoning is not None:
         text["begins_unlike"].append(_begins(reasoning, r"\s*"))
-        whole = _after(reasoning, in_reasoning, whole, rules, r"\s*")
+        # Models call without an end of the reasoning.
+        thought = _tag("", {**_ANY, "excludes": [reasoning.end]}, form.start)
+        called = _sequence(thought, _named(_CALLS), *([] if form.end is None else [text]))
+        whole = _after(reasoning, in_reasoning, whole, rules, r"\s*", unended=(form.start, called))
     return {"type": "structural_tag", "format": whole, "rules": rules}
 
 
@@ -110,16 +114,20 @@ def _after(
     rules: dict[str, Form],
     space: str,
     *between: Form,
+    unended: tuple[str, Form] | None = None,
 ) -> Form:
-    """Reasoning up to its end, and an answer; one that has not begun may be left out."""
+    """Reasoning up to its end, and an answer; one that has not begun may be left out. `unended`: a marker
+    that reasoning may also end with, and the form of such reasoning and what follows."""
     rules[_ANSWER] = answer
     begins = _begins(reasoning, space)
-    thought = [_tag("", _ANY, reasoning.end), *between]
+    excluded, others = ([], []) if unended is None else ([unended[0]], [unended[1]])
+    ended = _tag("", {**_ANY, "excludes": excluded}, reasoning.end)
+    thought = _either([_sequence(ended, *between, _named(_ANSWER)), *others])
     if has_begun:
-        return _sequence(*thought, _named(_ANSWER))
+        return thought
     # The marker is a special token in some tokenizers, and in others text.
     marker = _either([_pattern(begins), _sequence(_pattern(space), _const(reasoning.start))])
-    return _either([_sequence(marker, *thought, _named(_ANSWER)), _named(_ANSWER)])
+    return _either([_sequence(marker, thought), _named(_ANSWER)])
 
 
 def _closed(schema: Schema) -> dict[str, Any]:
@@ -190,7 +198,7 @@ def _elements(tags: Tags, schema: dict[str, Any]) -> Form:
     return _sequence(*parts)
 
 
-def _element(tags: Tags, key: str, declared: Any, root: Schema) -> Form:
+def _element(tags: Tags, key: str, declared: Any, root: dict[str, Any]) -> Form:
     schemas, margin = variants(declared, root), r"\n?" if tags.strips_newlines else ""
     types = types_of(schemas)
     value: Form = {"type": "json_schema", "json_schema": _with_shared(declared, root)}

@@ -54,6 +54,10 @@ class TextSource:
             self._recorded.append(text)
         return text
 
+    def unread(self, text: str) -> None:
+        """Give back what was read last."""
+        self._text, self._at = text + self._text[self._at :], 0
+
     def peek(self) -> Generator[None, None, str]:
         """The next character; "" at the end."""
         while self._at == len(self._text) and not self.has_ended:

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .calls import MAX_HEADER, SPACE, CallReader, TextSource, Waiting
+from ...scheduling.outputs import overlap
+from .calls import MAX_HEADER, SPACE, CallReader, Emit, Reading, TextSource, Waiting
 from .formats import HARMONY, SEPARATORS, Event, Reasoning, ReasoningFormat, Text, ToolFormat
 
 CHANNEL, START, MESSAGE = "<|channel|>", "<|start|>", "<|message|>"
@@ -137,9 +138,36 @@ class OutputParser:
             if shown:
                 self._events.append(Reasoning(shown))
 
-        if (yield from source.until([form.end], emit)) is not None:
-            source.take(len(form.end))
+        tools = self._form.tools
+        stops = [form.end, *([tools.start] if tools is not None and tools.start else [])]
+        while (marker := (yield from source.until(stops, emit))) is not None:
+            source.take(len(marker))
+            if marker == form.end or (yield from self._read_unended(marker, form.end, emit)):
+                yield from source.skip(SPACE)
+                return
+
+    def _read_unended(self, marker: str, end: str, emit: Emit) -> Reading:
+        """Calls that come before the end of the reasoning, as some models write them. Where there is none,
+        what was read is reasoning, up to its end."""
+        source, tools = self._source, self._form.tools
+        assert tools is not None
+        unread: list[str] = []
+        yield from self._section(tools, marker, unread.append)
+        text = "".join(unread)
+        if not self.num_calls:
+            at = text.find(end)
+            at = len(text) - overlap(text, end) if at < 0 else at
+            emit(text[:at])
+            source.unread(text[at:])
+            return False
+        self._text(text)
+        yield from source.skip(SPACE)
+        while (following := (yield from source.next_is(marker, end))) == marker:
+            source.take(len(marker))
+            yield from self._section(tools, marker, self._text)
             yield from source.skip(SPACE)
+        source.take(len(following or ""))
+        return True
 
     def _read_calls(self, form: ToolFormat) -> Waiting:
         """Text, and calls between; whitespace after calls is markup."""
@@ -149,7 +177,7 @@ class OutputParser:
             first = yield from source.skip(SPACE)
             space = source.recorded()
             if first and first in form.bare:
-                yield from self._section(form, space, is_bare=True)
+                yield from self._section(form, space, self._text, is_bare=True)
             else:
                 self._text(space)
         while form.start:
@@ -158,11 +186,13 @@ class OutputParser:
             if (yield from source.until([form.start], self._text)) is None:
                 return
             source.take(len(form.start))
-            yield from self._section(form, form.start)
+            yield from self._section(form, form.start, self._text)
         yield from source.until((), self._text)
 
-    def _section(self, form: ToolFormat, opened: str, *, is_bare: bool = False) -> Waiting:
-        """Calls up to the end marker; before the first of them, `opened` and what follows may become text."""
+    def _section(
+        self, form: ToolFormat, opened: str, emit: Emit, *, is_bare: bool = False
+    ) -> Waiting:
+        """Calls up to the end marker; before the first of them, `opened` and what follows may be emitted."""
         source, markers = self._source, [*form.fillers, *([form.start] if form.start else [])]
         before = self.num_calls
         while True:
@@ -171,7 +201,7 @@ class OutputParser:
             ends = bool(form.end) and (yield from source.next_is(form.end or "")) is not None
             if not following or ends:
                 source.take(len(form.end or "") if ends else 0)
-                self._give_back(before, opened + source.recorded())
+                self._give_back(before, opened + source.recorded(), emit)
                 return
             marker = (yield from source.next_is(*markers)) if markers else None
             if marker is not None:
@@ -182,17 +212,17 @@ class OutputParser:
             source.record()
             if not (yield from self._calls.read(form, is_bare=is_bare)):
                 rest = source.recorded()
-                if self._give_back(before, opened + rest) or form.end is None:
-                    self._text("" if self.num_calls == before else rest)
+                if self._give_back(before, opened + rest, emit) or form.end is None:
+                    emit("" if self.num_calls == before else rest)
                     return
                 # Between two calls: not text, and not a call.
                 yield from source.until([form.end, form.start], lambda _: None)
 
-    def _give_back(self, num_before: int, text: str) -> bool:
-        """Make what was read text, unless there was a call."""
+    def _give_back(self, num_before: int, text: str, emit: Emit) -> bool:
+        """Emit what was read, unless there was a call."""
         if self.num_calls > num_before:
             return False
-        self._text(text)
+        emit(text)
         return True
 
 

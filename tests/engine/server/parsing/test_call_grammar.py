@@ -15,6 +15,7 @@ from llmopt.engine.server.parsing.formats import (
     GLM45,
     HARMONY,
     HERMES,
+    KIMI_K2,
     LLAMA3_JSON,
     LLAMA4_PYTHONIC,
     MINIMAX_M2,
@@ -213,7 +214,7 @@ def test_reasoning_before_calls_is_free(
 ) -> None:
     call = next(text for each, text in STRICT if each is form)
     call = call.replace("['a', {'b': None}]", '["a", {"b": null}]')
-    thought = f'{{"name" [x( {form.start if not form.special else ""} so{reasoning.end}\n'
+    thought = f'{{"name" [x( so{reasoning.end}\n'
     tools = {"weather": SCHEMAS["weather"], "clock": None}
     for in_reasoning in (False, True):
         begins = "" if in_reasoning else f"\n{reasoning.start}"
@@ -224,6 +225,35 @@ def test_reasoning_before_calls_is_free(
             assert Walk(compiler, tag).write(text) == others
     tag = calls_in_text(form, tools, reasoning)
     assert Walk(compiler, tag).write(call), "reasoning may be left out"
+
+
+@pytest.mark.parametrize("form", [HERMES, QWEN3_CODER, KIMI_K2, MISTRAL, LLAMA3_JSON])
+@pytest.mark.parametrize("in_reasoning", [False, True])
+def test_a_call_ends_the_reasoning(
+    form: ToolFormat, in_reasoning: bool, compiler: tuple[Any, GrammarCompiler]
+) -> None:
+    call = next(text for each, text in STRICT if each is form and form.start in text)
+    call = call[call.index(form.start) :]
+    begun = f"{'' if in_reasoning else '<think>'}Hm.\n"
+    for tools, is_declared in ((SCHEMAS, True), ({"x": None}, False)):
+        tag = calls_in_text(form, tools, THINK, in_reasoning=in_reasoning)
+        walk = Walk(compiler, tag)
+        assert walk.write(begun + call) == is_declared
+        assert not is_declared or walk.may_end
+    options: Any = {"reasoning": THINK, "in_reasoning": in_reasoning}
+    whole = parsed(form, begun + call, **options)
+    assert (whole.reasoning, whole.text) == ("Hm.", "") and whole.calls
+    if form.end is not None:
+        assert parsed(form, f"{begun}{call}\n</think>\n", **options).text == ""
+        whole = parsed(form, f"{begun}{form.start} is a tag.\n</think>\nSo.", **options)
+        assert (whole.reasoning, whole.text) == (f"Hm.\n{form.start} is a tag.", "So.")
+        text = f"{begun}{form.start} is a tag.\n</think>\n{call}"
+        for at in range(len(text)):
+            parser, whole = OutputParser(OutputFormat(form, schemas=TOOLS, **options)), Parsed()
+            whole.add(parser.feed(text[:at]))
+            whole.add(parser.feed(text[at:], is_last=True))
+            assert whole.reasoning == f"Hm.\n{form.start} is a tag." and whole.calls
+    assert parsed(form, f"{begun}</think>{call}", **options).reasoning == "Hm."
 
 
 SHAPES = [
