@@ -29,6 +29,7 @@ from ..protocol.structure import Constraint
 from ..requests.request_record import record_of
 from .service import Asked, Generation, ResponseContext, Service, Usage
 from .tokenization import Tokenization
+from .turns import nearest_effort
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +53,14 @@ async def render(
     return await service.images.prepare(await text.render_chat(messages, tools, options), urls)
 
 
+def with_effort(body: ChatRequest, text: Tokenization) -> ChatRequest:
+    """The request with the nearest reasoning effort that the model's template takes."""
+    if body.reasoning_effort in (None, *text.efforts):
+        return body
+    effort = nearest_effort(body.reasoning_effort, text.efforts)
+    return body.model_copy(update={"reasoning_effort": effort})
+
+
 async def prepare(
     service: Service, request: Request, body: ChatRequest, id_prefix: str
 ) -> tuple[Asked, OutputFormat]:
@@ -60,6 +69,9 @@ async def prepare(
     arrival_seconds = time.perf_counter()
     service.check(body)
     text = service.text
+    effort, body = body.reasoning_effort, with_effort(body, text)
+    if effort == "none" != body.reasoning_effort:
+        record_of(request).ignored += ("reasoning_effort",)
     tools = _tool_format(body, text)
     prompt = await render(service, body.messages, body.usable_tools, body.template_options)
     token_ids = prompt.token_ids

@@ -26,7 +26,7 @@ from ..protocol.chat_protocol import (
 )
 from ..protocol.errors import ApiError, anthropic_error, bad_field
 from ..protocol.generation_protocol import client_tools
-from .conversation import ConversationResponse, converse, render
+from .conversation import ConversationResponse, converse, render, with_effort
 from .service import Service, note_ignored, server_sent
 
 Content = Annotated[str | list[dict[str, Any]], BeforeValidator(bounded_parts)]
@@ -386,7 +386,7 @@ def add_messages(app: FastAPI, service: Service) -> None:
     async def count_tokens(body: MessagesPrompt, request: Request) -> dict[str, int]:
         """Count the tokens of a prompt."""
         translate = partial(body.for_chat, takes_images=service.images.are_taken)
-        chat = await service.off_loop(request, translate)
+        chat = with_effort(await service.off_loop(request, translate), service.text)
         service.check_model(body.model)
         prompt = await render(service, chat.messages, chat.usable_tools, chat.template_options)
         return {"input_tokens": len(prompt.token_ids)}

@@ -14,12 +14,18 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ....base.errors import BadInput, ContextOverflow
 from ...base.chat_template import render_chat, renders_text
-from ..parsing.formats import ReasoningFormat, ToolFormat, format_of_template, reasoning_of_template
+from ..parsing.formats import (
+    HARMONY,
+    ReasoningFormat,
+    ToolFormat,
+    format_of_template,
+    reasoning_of_template,
+)
 from ..protocol.chat_protocol import ChatMessage, Tool
 from ..protocol.errors import bad_field
 from ..protocol.generation_protocol import Prompt
 from .capabilities import SizedPool
-from .turns import keeps_system_turns, with_one_system_turn
+from .turns import HARMONY_EFFORTS, efforts_of, keeps_system_turns, with_one_system_turn
 
 MAX_PAIR_CHARACTERS = 16 << 20
 """Limit of all pairs of a request: the tokenizer has one thread."""
@@ -117,6 +123,13 @@ class Tokenization:
             raise bad_field("suffix", problem)
         before, after, between = self.fill_markers
         return f"{before}{prompt}{after}{suffix}{between}"
+
+    @cached_property
+    def efforts(self) -> tuple[str, ...]:
+        """Reasoning efforts that the chat template takes."""
+        if self.tool_format is HARMONY:
+            return HARMONY_EFFORTS
+        return efforts_of(self._tokenizer, as_parts=self._as_parts)
 
     @cached_property
     def _keeps_system_turns(self) -> bool:

@@ -9,6 +9,9 @@ from ....base.errors import BadInput
 from ...base.chat_template import render_chat
 
 Turn = dict[str, Any]
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+HARMONY_EFFORTS = ("low", "medium", "high")
+"""Efforts of gpt-oss, whose template writes any text."""
 
 
 def keeps_system_turns(tokenizer: Any, *, as_parts: bool = False) -> bool:
@@ -24,6 +27,26 @@ def keeps_system_turns(tokenizer: Any, *, as_parts: bool = False) -> bool:
     except BadInput:
         return False
     return all(f"probe {index}." in rendered for index in range(len(turns)))
+
+
+def efforts_of(tokenizer: Any, *, as_parts: bool = False) -> tuple[str, ...]:
+    """Reasoning efforts that the chat template does not refuse; all of them where it refuses each."""
+    turns = [_turn("user", "probe", as_parts)]
+    taken = ["none"]
+    for effort in EFFORTS[1:]:
+        options = {"enable_thinking": True, "thinking": True, "reasoning_effort": effort}
+        try:
+            render_chat(tokenizer, turns, options)
+        except BadInput:
+            continue
+        taken.append(effort)
+    return tuple(taken) if len(taken) > 1 else EFFORTS
+
+
+def nearest_effort(effort: str, efforts: Sequence[str]) -> str:
+    """The effort that a template takes in place of another one; of two that are as near, the higher one."""
+    rank = EFFORTS.index(effort)
+    return min(efforts, key=lambda other: (abs(EFFORTS.index(other) - rank), -EFFORTS.index(other)))
 
 
 def with_one_system_turn(turns: Sequence[Turn]) -> list[Turn]:
@@ -42,6 +65,10 @@ def with_one_system_turn(turns: Sequence[Turn]) -> list[Turn]:
             read.append(turn)
         was_system = is_system
     return read
+
+
+def _turn(role: str, text: str, as_parts: bool) -> Turn:
+    return {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text}
 
 
 def _joined(first: Any, second: Any) -> Any:

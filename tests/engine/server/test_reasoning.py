@@ -155,6 +155,44 @@ def test_the_template_gets_the_effort_and_earlier_reasoning(
     assert usage["prompt_tokens"] == len(expected)
 
 
+FEW_EFFORTS = (
+    "{% if reasoning_effort is defined and reasoning_effort not in ('xhigh', 'medium', 'low') %}"
+    "{{ raise_exception('Unexpected reasoning effort') }}{% endif %}assistant:[{{ reasoning_effort }}]"
+)
+ANY_EFFORT = "<|channel|>analysis functions[{{ reasoning_effort }}]"
+
+
+@pytest.mark.parametrize(
+    ("template", "efforts"),
+    [
+        (
+            FEW_EFFORTS,
+            {"minimal": "low", "low": "low", "high": "xhigh", "xhigh": "xhigh", "none": ""},
+        ),
+        (ANY_EFFORT, {"none": "low", "minimal": "low", "medium": "medium", "xhigh": "high"}),
+    ],
+)
+def test_an_effort_that_the_template_lacks_is_the_nearest(
+    template: str, efforts: dict[str, str]
+) -> None:
+    prompts: list[str] = []
+    with running(make_engine(), chat_template=template) as server, server.http() as http:
+        add_request = server.engine.add_request
+
+        def add(request_id: str, prompt: Any, *others: Any, **more: Any) -> None:
+            prompts.append(server.engine.tokenizer.decode(prompt))
+            add_request(request_id, prompt, *others, **more)
+
+        server.engine.add_request = add  # type: ignore[method-assign]
+        for effort in efforts:
+            body = {"messages": USER, "max_tokens": 1, "reasoning_effort": effort}
+            answer = http.post("/v1/chat/completions", json=body)
+            is_ignored = effort == "none" and efforts[effort] == "low"
+            ignored = answer.headers.get("x-ignored-fields")
+            assert ignored == ("reasoning_effort" if is_ignored else None)
+    assert [prompt.split("[")[-1] for prompt in prompts] == [f"{e}]" for e in efforts.values()]
+
+
 @pytest.mark.parametrize("other", [{}, {"reasoning_content": None}, {"reasoning_content": "Hm."}])
 def test_earlier_reasoning_has_vllm_s_name_too(other: dict[str, Any]) -> None:
     reasoning = "other" if any(other.values()) else "Hm."
