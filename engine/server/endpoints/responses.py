@@ -15,7 +15,13 @@ from ..parsing.formats import Arguments, CallStart, Event, Reasoning, Text, json
 from ..parsing.parser import OutputFormat
 from ..protocol.chat_protocol import without_images
 from ..protocol.errors import ApiError
-from ..protocol.responses_protocol import ResponsesChat, ResponsesRequest, TextFormat
+from ..protocol.responses_protocol import (
+    REASONING,
+    ResponsesChat,
+    ResponsesRequest,
+    TextFormat,
+    encoded_reasoning,
+)
 from .completions import chat_logprobs, json_pieces
 from .conversation import ConversationResponse, converse
 from .service import ResponseContext, Service, compact_json, server_sent
@@ -89,13 +95,18 @@ class MessageItem(Item):
 
 
 class ReasoningItem(Item):
-    """The reasoning before the answer, in plain text."""
+    """The reasoning before the answer, in plain text, and encoded too where the client asks for that."""
 
     event = "reasoning_text"
 
+    def __init__(self, item_id: str, *, is_encoded: bool) -> None:
+        super().__init__(item_id)
+        self._is_encoded = is_encoded
+
     def document(self, status: str) -> Fields:
         fields = {"id": self.id, "type": "reasoning", "status": status, "summary": []}
-        return {**fields, "content": [self.part()], "encrypted_content": None}
+        encoded = encoded_reasoning(self.text) if self._is_encoded else None
+        return {**fields, "content": [self.part()], "encrypted_content": encoded}
 
 
 class CallItem(Item):
@@ -198,7 +209,8 @@ class ItemResponse(ConversationResponse):
                 yield from self._message_delta(text)
             case Reasoning(text):
                 if not isinstance(item := self._last, ReasoningItem):
-                    item = ReasoningItem(self._item_id("rs"))
+                    is_encoded = REASONING in (self._body.include or ())
+                    item = ReasoningItem(self._item_id("rs"), is_encoded=is_encoded)
                     yield from self._opened(item)
                 self._num_reasoning_tokens = self.usage.num_output_tokens
                 yield item.delta(self._event, self._where, text)

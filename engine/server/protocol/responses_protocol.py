@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,8 @@ from .structure import ANY_OBJECT, Constraint, JsonSchemaFormat
 
 LOGPROBS = "message.output_text.logprobs"
 REASONING = "reasoning.encrypted_content"
-"""Accepted, because agents always ask for it; reasoning items come in plain text."""
+"""Agents ask for it, and some send only that back: it is the text of the reasoning, which is no secret."""
+_ENCODED = "llmopt:"
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -236,7 +238,10 @@ def _append(turns: list[dict[str, Any]], item: dict[str, Any]) -> None:
         else:
             turns.append({"role": role, "content": content})
     elif kind == "reasoning":
-        _assistant(turns)["reasoning_content"] = _text(item.get("content") or item.get("summary"))
+        text = _text(item.get("content") or item.get("summary"))
+        turn = _assistant(turns)
+        thoughts = (turn.get("reasoning_content"), text or _decoded(item.get("encrypted_content")))
+        turn["reasoning_content"] = "\n".join(filter(None, thoughts))
     elif kind in ("function_call", "custom_tool_call"):
         name, arguments = item.get("name"), item.get("arguments")
         if kind == "custom_tool_call":
@@ -256,6 +261,21 @@ def _append(turns: list[dict[str, Any]], item: dict[str, Any]) -> None:
             turns.append({"role": "user", "content": images})
     else:
         raise bad_field("input", f"items of type {kind!r} are not supported")
+
+
+def encoded_reasoning(text: str) -> str | None:
+    """The reasoning as a client sends it back in `encrypted_content`."""
+    return _ENCODED + b64encode(text.encode()).decode() if text else None
+
+
+def _decoded(content: Any) -> str:
+    """The reasoning in `encrypted_content`; none where another server has encrypted it."""
+    if not isinstance(content, str) or not content.startswith(_ENCODED):
+        return ""
+    try:
+        return b64decode(content.removeprefix(_ENCODED), validate=True).decode()
+    except ValueError as error:
+        raise bad_field("input", f"encrypted_content of a reasoning item: {error}") from error
 
 
 def _assistant(turns: list[dict[str, Any]]) -> dict[str, Any]:

@@ -239,3 +239,41 @@ def test_earlier_reasoning_and_what_agents_ask_for(served: RunningServer) -> Non
     )
     text = "system: Be brief.\nassistant: (Hm.) No.\nThink.</think>assistant:"
     assert answer.usage is not None and answer.usage.input_tokens == num_tokens(served, text)
+
+
+def test_reasoning_of_one_turn_is_joined() -> None:
+    def thought(text: str) -> Any:
+        return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    message = {"type": "message", "role": "assistant", "content": "I look."}
+    items = [thought("Hm."), message, thought("So."), call]
+    (turn,) = ResponsesRequest.model_validate({"input": items}).turns
+    assert (turn["reasoning_content"], turn["content"]) == ("Hm.\nSo.", "I look.")
+    assert len(turn["tool_calls"]) == 1
+
+
+def test_reasoning_comes_back_as_encrypted_content_alone(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codex sends nothing else of a reasoning item back."""
+    said = f"<think>Köln? Hm.</think><tool_call>\n{JSON_ONE}\n</tool_call>"
+    saying(served, monkeypatch, said)
+    body: Any = {"input": "Is it raining?", "tools": [WEATHER]}
+    plain = client(served).responses.create(**body, **FIELDS).output[0]
+    assert plain.type == "reasoning" and plain.encrypted_content is None
+    body["include"] = ["reasoning.encrypted_content"]
+    whole = client(served).responses.create(**body, **FIELDS)
+    item: Any = whole.output[0]
+    sent = {"type": "reasoning", "summary": [], "encrypted_content": item.encrypted_content}
+    (turn,) = ResponsesRequest.model_validate({"input": [sent]}).turns
+    assert turn["reasoning_content"] == "Köln? Hm."
+    done = [e.item for e in streamed(served, **body) if e.type == "response.output_item.done"]
+    assert done[0].encrypted_content == item.encrypted_content
+    (turn,) = ResponsesRequest.model_validate(
+        {"input": [{**sent, "encrypted_content": "gAAAA"}]}
+    ).turns
+    assert not turn["reasoning_content"]
+    broken = {**sent, "encrypted_content": item.encrypted_content[:-2] + "?"}
+    with pytest.raises(openai.BadRequestError, match="encrypted_content of a reasoning item"):
+        client(served).responses.create(**{**body, "input": [broken]}, **FIELDS)
