@@ -25,7 +25,13 @@ from ..protocol.chat_protocol import ChatMessage, Tool
 from ..protocol.errors import bad_field
 from ..protocol.generation_protocol import Prompt
 from .capabilities import SizedPool
-from .turns import HARMONY_EFFORTS, efforts_of, keeps_system_turns, with_one_system_turn
+from .turns import (
+    HARMONY_EFFORTS,
+    efforts_of,
+    keeps_system_turns,
+    with_one_call_a_turn,
+    with_one_system_turn,
+)
 
 MAX_PAIR_CHARACTERS = 16 << 20
 """Limit of all pairs of a request: the tokenizer has one thread."""
@@ -329,6 +335,8 @@ class Tokenization:
         turns = [message.for_template(as_parts=self._as_parts) for message in messages]
         if any(turn["role"] == "system" for turn in turns[1:]) and not self._keeps_system_turns:
             turns = with_one_system_turn(turns)
+        if self.tool_format is HARMONY:
+            turns = with_one_call_a_turn(turns)
         if "items" in self.template_text:  # it goes through the arguments of calls
             for function in (call["function"] for t in turns for call in t.get("tool_calls", ())):
                 if not isinstance(function["arguments"], dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +65,32 @@ def with_one_system_turn(turns: Sequence[Turn]) -> list[Turn]:
         else:
             read.append(turn)
         was_system = is_system
+    return read
+
+
+def with_one_call_a_turn(turns: Sequence[Turn]) -> list[Turn]:
+    """The conversation for harmony's templates. They read the first call of a turn, so each call has a turn
+    of its own, before its result. They refuse a text with reasoning and a call, so the text is left out."""
+    read: list[Turn] = []
+    waiting = deque(turns)
+    while waiting:
+        turn = waiting.popleft()
+        calls = turn.get("tool_calls")
+        if not calls:
+            read.append(turn)
+            continue
+        if turn.get("reasoning_content"):
+            turn = {**turn, "content": ""}
+        results: dict[str | None, deque[Turn]] = {}
+        while waiting and waiting[0]["role"] == "tool":
+            result = waiting.popleft()
+            results.setdefault(result.get("tool_call_id"), deque()).append(result)
+        for call in calls:
+            read.append({**turn, "tool_calls": [call]})
+            turn = {"role": turn["role"], "content": ""}
+            if queue := results.get(call["id"]) or results.get(None):
+                read.append(queue.popleft())
+        read += [result for queue in results.values() for result in queue]
     return read
 
 

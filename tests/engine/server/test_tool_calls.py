@@ -14,6 +14,7 @@ from llmopt.cli.main import main
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.sampling.grammar import GrammarCompiler, choice
 from llmopt.engine.server.endpoints.tokenization import Tokenization
+from llmopt.engine.server.parsing.formats import HARMONY
 from llmopt.engine.server.protocol.chat_protocol import ChatRequest
 
 from ...support.live_server import RunningServer, events, make_engine, running
@@ -282,6 +283,46 @@ def test_functions_are_tools(tooled: RunningServer) -> None:
     parts = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call]
     assert "".join(part.arguments or "" for part in parts) == whole.message.function_call.arguments
     assert parts[0].name == "weather"
+
+
+HARMONY_TURNS = (
+    "{# functions #}{% for m in messages %}{% if m.tool_calls %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}"
+    "<|channel|>{{ m.content or m.thinking }}"
+    "{% set call = m.tool_calls[0].function %}<{{ call.name }} {{ call.arguments | tojson }}>"
+    "{% else %}{{ m.role }}: {{ m.content }};{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        (["b", "a"], "<clock {}>tool: A;<|channel|><weather {}>tool: B;tool: C;"),
+        ([None, None], "<clock {}>tool: B;<|channel|><weather {}>tool: A;tool: C;"),
+    ],
+)
+def test_harmonys_template_gets_every_call(
+    tooled: RunningServer, ids: list[str | None], expected: str
+) -> None:
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for call_id, name in (("a", "clock"), ("b", "weather"))
+    ]
+    results = [
+        {"role": "tool", "content": text, "tool_call_id": call_id}
+        for text, call_id in zip("BAC", [*ids, "c"], strict=True)
+    ]
+    turn = {"role": "assistant", "content": "I look.", "reasoning": "Hm.", "tool_calls": calls}
+    text = Tokenization(tooled.engine.tokenizer, chat_template=HARMONY_TURNS)
+    assert text.tool_format is HARMONY
+    request = ChatRequest.model_validate({"messages": [*USER, turn, *results, *USER]})
+    rendered = asyncio.run(text.render_chat(request.messages, [], {}))
+    user = "user: Is it raining?;"
+    assert rendered == f"{user}<|channel|>Hm.{expected}{user}"
+    turn["reasoning"] = None
+    request = ChatRequest.model_validate({"messages": [turn]})
+    rendered = asyncio.run(text.render_chat(request.messages, [], {}))
+    assert rendered == "<|channel|>I look.<clock {}><|channel|><weather {}>"
 
 
 def test_fields_without_an_effect_are_named(tooled: RunningServer) -> None:
