@@ -43,6 +43,33 @@ MAX_NAMES = 10_000
 _SHIFTS = (0, 1, -1, 2, -2, Decimal("0.1"), Decimal("-0.1"), Decimal("0.001"), Decimal("-0.001"))
 
 
+_ANY_NAME = (True, {}, {"type": "string"})
+"""Values of `propertyNames` that allow every name."""
+_LACKING = ("uniqueItems", "contains", "minContains", "maxContains", "not", "if", "then", "else")
+_LACKING += ("dependentRequired", "dependentSchemas", "dependencies", "propertyNames")
+_LACKING += ("unevaluatedProperties", "unevaluatedItems")
+"""Keywords that llguidance lacks, without which a schema allows more."""
+
+
+def without_lacking(schema: Schema) -> tuple[Schema, set[str]]:
+    """The schema without keywords that llguidance would refuse, and those keywords."""
+    try:
+        text = json.dumps(schema)
+    except (ValueError, RecursionError):
+        return schema, set()  # `enforceable` says why
+    if not any(f'"{key}"' in text for key in _LACKING):
+        return schema, set()
+    schema, removed = json.loads(text), set[str]()
+    for _, part in _subschemas(schema):
+        for key in (key for key in _LACKING if key in part):
+            value = part.pop(key)
+            if (key, value) != ("uniqueItems", False) and (
+                key != "propertyNames" or value not in _ANY_NAME
+            ):
+                removed.add(key)
+    return schema, removed
+
+
 def enforceable(schema: Schema, path: str = "") -> Schema:
     """The schema, with patterns that llguidance enforces, and objects closed that name their properties;
     outputs satisfy the one that was given. Raises BadInput: a keyword whose outputs might not satisfy the
@@ -67,6 +94,8 @@ def enforceable(schema: Schema, path: str = "") -> Schema:
     for part in parts.values():
         if part.get("uniqueItems") is False:  # llguidance refuses the name alone
             del part["uniqueItems"]
+        if part.get("propertyNames") in _ANY_NAME:
+            del part["propertyNames"]
         if isinstance(part.get("pattern"), str):
             part["pattern"] = _tight(part["pattern"])
         if isinstance(names := part.get("patternProperties"), dict):

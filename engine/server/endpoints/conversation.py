@@ -9,7 +9,6 @@ from abc import abstractmethod
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -17,6 +16,7 @@ from fastapi import Request, Response
 from ...base.image_input import NO_IMAGES
 from ...base.sampling_params import SamplingParams
 from ...multimodal.processor import PreparedPrompt
+from ...sampling.schema_limits import without_lacking
 from ...scheduling.outputs import Completion, RequestOutput
 from ..parsing.call_grammar import calls_in_text, shaped_answer
 from ..parsing.formats import FORCED, HARMONY, Event, Parsed, Reasoning, ReasoningFormat, ToolFormat
@@ -196,11 +196,19 @@ class ConversationResponse(Generation):
 async def _declared_calls(
     service: Service, request: Request, form: OutputFormat, params: SamplingParams
 ) -> SamplingParams:
-    """The parameters under which a call, once it has begun, names a declared tool and has valid arguments."""
-    assert form.tools is not None
-    how = {"in_reasoning": form.in_reasoning}
-    write = partial(calls_in_text, form.tools, form.schemas, form.reasoning, **how)
-    tag = await service.off_loop(request, write)
+    """The parameters under which a call, once it has begun, names a declared tool and has valid arguments.
+    Keywords of its schema that no grammar enforces are named in the response."""
+    tools = form.tools
+    assert tools is not None
+
+    def write() -> tuple[dict[str, Any], set[str]]:
+        schemas = {name: without_lacking(schema or {}) for name, schema in form.schemas.items()}
+        declared = {name: schema for name, (schema, _) in schemas.items()}
+        how: dict[str, Any] = {"in_reasoning": form.in_reasoning}
+        removed = set().union(*(keys for _, keys in schemas.values()))
+        return calls_in_text(tools, declared, form.reasoning, **how), removed
+
+    tag, removed = await service.off_loop(request, write)
     constraint = Constraint("structural_tag", tag, "tools", sent=form.schemas)
     tenant = record_of(request).tenant
     try:
@@ -208,6 +216,7 @@ async def _declared_calls(
     except ApiError as error:  # a schema that only the model reads may hold anything
         _log.info("calls of the tools are not constrained: %s", error)
         return params
+    record_of(request).ignored += tuple(f"tools.{key}" for key in sorted(removed))
     return replace(params, token_mask=mask)
 
 

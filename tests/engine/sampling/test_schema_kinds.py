@@ -74,6 +74,7 @@ ENFORCED: dict[str, Any] = {
     "patternProperties over": closed({"score": INTEGER}, "score", patternProperties={"^s": {"maximum": 5}}),
     "patternProperties without quotes": {"type": "object", "patternProperties": {'^[^"]{2}$': NULL}, "additionalProperties": False},
     "minProperties": {"type": "object", "additionalProperties": NULL, "minProperties": 1, "maxProperties": 2},
+    "any propertyNames": {"type": "object", "additionalProperties": NULL, "propertyNames": {"type": "string"}},
     "type list": {"type": ["integer", "string"], "minimum": 5, "maxLength": 2},
     "booleans": closed({"a": True, "b": False}, "a"),
 }  # fmt: skip

@@ -262,6 +262,38 @@ def test_a_call_that_has_begun_is_of_a_declared_tool(
         assert not is_allowed(text)
 
 
+@pytest.mark.parametrize(
+    ("keywords", "ignored"),
+    [
+        ({"propertyNames": {"type": "string"}}, None),
+        ({"uniqueItems": True, "not": {"type": "null"}}, "tools.not, tools.uniqueItems"),
+        ({"enum": [{"uniqueItems": True}]}, None),
+    ],
+)
+def test_a_keyword_that_is_not_enforced_leaves_the_others(
+    tooled: RunningServer,
+    monkeypatch: pytest.MonkeyPatch,
+    keywords: dict[str, Any],
+    ignored: str | None,
+) -> None:
+    engine, masks = tooled.engine, []
+    add_request = engine.add_request
+
+    def add(request_id: str, prompt: Any, params: SamplingParams, **options: Any) -> None:
+        masks.append(params.token_mask)
+        add_request(request_id, prompt, params, **options)
+
+    monkeypatch.setattr(engine, "add_request", add)
+    parameters = {"type": "object", "properties": {"a": keywords}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with tooled.http() as http:
+        body = {"messages": USER, "tools": [tool], "max_tokens": 1}
+        answer = http.post("/v1/chat/completions", json=body)
+    assert answer.headers.get("x-ignored-fields") == ignored
+    assert masks != [None]
+    assert parameters == {"type": "object", "properties": {"a": keywords}}
+
+
 def test_functions_are_tools(tooled: RunningServer) -> None:
     client = tooled.openai()
     turns: Any = [
