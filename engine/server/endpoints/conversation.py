@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from ....base.errors import BadInput
 from ...base.image_input import NO_IMAGES
 from ...base.sampling_params import SamplingParams
 from ...multimodal.processor import PreparedPrompt
@@ -208,12 +209,12 @@ async def _declared_calls(
         removed = set().union(*(keys for _, keys in schemas.values()))
         return calls_in_text(tools, declared, form.reasoning, **how), removed
 
-    tag, removed = await service.off_loop(request, write)
-    constraint = Constraint("structural_tag", tag, "tools", sent=form.schemas)
     tenant = record_of(request).tenant
     try:
+        tag, removed = await service.off_loop(request, write)
+        constraint = Constraint("structural_tag", tag, "tools", sent=form.schemas)
         mask = await service.constrainer.mask(constraint, params.num_sequences, tenant)
-    except ApiError as error:  # a schema that only the model reads may hold anything
+    except (ApiError, BadInput) as error:  # a schema that only the model reads may hold anything
         _log.info("calls of the tools are not constrained: %s", error)
         return params
     record_of(request).ignored += tuple(f"tools.{key}" for key in sorted(removed))

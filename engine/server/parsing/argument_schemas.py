@@ -35,11 +35,12 @@ def variants(declared: Any, root: Any) -> Sequence[Schema]:
             return ANY
         kept = {key: schema[key] for key in _KEPT if key in schema}
         joined = next((key for key in _JOINED if key in schema), None)
+        most = MAX_VARIANTS - len(waiting) - len(simple)
         if joined is None:
             simple.append(kept)
         elif joined == "$ref":
             waiting.append(_merged(kept, _target(schema["$ref"], root)))
-        elif not isinstance(parts := schema[joined], list) or not 0 < len(parts) <= MAX_VARIANTS:
+        elif not isinstance(parts := schema[joined], list) or not 0 < len(parts) <= most:
             return ANY
         elif joined == "allOf":
             others = {key: schema[key] for key in _JOINED[2:] if key in schema}

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ....base.errors import BadInput
 from .argument_schemas import Schema, type_of, types_of, values_of, variants
 from .formats import HARMONY, CallShape, Piece, ReasoningFormat, Tags, ToolFormat
 from .parser import CHANNEL, ENDS, MESSAGE, START
@@ -46,7 +47,8 @@ def calls_in_text(
     in_reasoning: bool = False,
 ) -> Form:
     """Write the structural tag of an output in which these tools alone are called, by the schemas of their
-    parameters. Reasoning before it is free, and has begun where `in_reasoning`."""
+    parameters. Reasoning before it is free, and has begun where `in_reasoning`. BadInput: a schema that is
+    none."""
     rules: dict[str, Form] = {}
     for name, schema in tools.items():
         parameters = _closed(schema or {})
@@ -185,9 +187,9 @@ def _shape_of(form: ToolFormat) -> CallShape:
 
 def _elements(tags: Tags, schema: dict[str, Any]) -> Form:
     """Arguments as elements, in the order in which they are declared."""
-    required = schema.get("required") or ()
+    properties, required = _arguments(schema)
     parts = []
-    for key, declared in (schema.get("properties") or {}).items():
+    for key, declared in properties.items():
         element = _sequence(_element(tags, key, declared, schema), _pattern(_SPACE))
         parts.append(element if key in required else _optional(element))
     if schema.get("additionalProperties") or _ELSEWHERE & schema.keys():
@@ -196,6 +198,13 @@ def _elements(tags: Tags, schema: dict[str, Any]) -> Form:
         free = _sequence(key, _value(tags, mark + tags.key_close, _ANY), _pattern(_SPACE))
         parts.append({"type": "star", "content": free})
     return _sequence(*parts)
+
+
+def _arguments(schema: Schema) -> tuple[Mapping[str, Any], Sequence[str]]:
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise BadInput("need an object as properties, and a list as required")
+    return properties, required
 
 
 def _element(tags: Tags, key: str, declared: Any, root: dict[str, Any]) -> Form:
@@ -261,10 +270,9 @@ def _bodies(schema: Schema) -> Iterator[str]:
 def _add_keywords(rules: dict[str, Form], name: str, schema: dict[str, Any]) -> None:
     """Add the rule of arguments as Python's keywords, in the order of their declaration, joined by commas:
     for each place a rule for what may follow another argument, and one for what comes first."""
-    required = schema.get("required") or ()
-    properties = [*(schema.get("properties") or {}).items()]
+    properties, required = _arguments(schema)
     first = following = _const("")
-    for index, (key, declared) in reversed([*enumerate(properties)]):
+    for index, (key, declared) in reversed([*enumerate(properties.items())]):
         rules[f"{name} {key}"] = _sequence(
             _const(f"{key}="), _python_value(_with_shared(declared, schema))
         )

@@ -294,6 +294,16 @@ def test_a_keyword_that_is_not_enforced_leaves_the_others(
     assert parameters == {"type": "object", "properties": {"a": keywords}}
 
 
+@pytest.mark.parametrize("marker", ["<tool_call><function=", "<|tool_call_start|>"])
+@pytest.mark.parametrize("part", [{"properties": [1]}, {"required": 5, "properties": {"a": {}}}])
+def test_a_schema_that_is_none_leaves_calls_free(marker: str, part: dict[str, Any]) -> None:
+    template = f"{{% if tools %}}{marker}{{% endif %}}assistant:"
+    tool = {"type": "function", "function": {"name": "f", "parameters": part}}
+    with running(make_engine(), chat_template=template) as server, server.http() as http:
+        body = {"messages": USER, "tools": [tool], "max_tokens": 1}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
 def test_functions_are_tools(tooled: RunningServer) -> None:
     client = tooled.openai()
     turns: Any = [
