@@ -24,7 +24,7 @@ from ..config.plan_options import PlanRequest
 from .cache_size import DEFAULT_BLOCK_SIZE, kv_dtype
 from .catalog import PlannedModel, find_model
 from .devices import Device, choose_devices, counted_name, find_device
-from .engine_rules import PAGED_LIKE_VLLM, engine_rule
+from .engine_rules import engine_rule
 from .fleet import Fleet, FleetPlanner
 from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths, image_load
 from .offload import ENGINES, Host, parse_host
@@ -130,7 +130,7 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
 def _default_kv_dtype(model: PlannedModel, engine: str) -> str:
     """The dtype that the engine stores without an option: that of ModelOpt's scales in the checkpoint, where
     it takes them by itself, such as vLLM's `auto` (`resolve_kv_cache_dtype_string`)."""
-    if engine in ("vllm", *PAGED_LIKE_VLLM):
+    if engine in ("vllm", "sglang", "trtllm"):
         stored = stored_quantization_of(model)
         if stored is not None and stored.kv_dtype is not None:
             return stored.kv_dtype
