@@ -254,7 +254,7 @@ def _bodies(schema: Schema) -> Iterator[str]:
             if type_of(value) in types:
                 yield re.escape(value if isinstance(value, str) else json.dumps(value))
         return
-    yield from (_LITERALS[name] for name in types & _LITERALS.keys())
+    yield from (literal for name, literal in _LITERALS.items() if name in types)
     if "string" not in types:
         return
     if isinstance(pattern, str):

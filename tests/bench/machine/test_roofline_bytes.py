@@ -88,10 +88,10 @@ def with_packed_weights(seen: TensorsRead) -> Callable[..., torch.Tensor]:
     """`PackedLinear.__call__` that adds the memory passed to the C kernel, which no torch operation shows."""
     honest = PackedLinear.__call__
 
-    def call(linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    def call(linear: PackedLinear, *inputs: Any) -> torch.Tensor:
         tensors = [*linear.weight._tensors.values(), linear.bias]
-        seen.read |= {one.data_ptr(): one.nbytes for one in tensors if one is not None}
-        return honest(linear, x)
+        seen.read |= {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}
+        return honest(linear, *inputs)
 
     return call
 
