@@ -12,6 +12,7 @@ import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import h11
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER, HIGH_WATER_LIMIT
@@ -42,9 +43,9 @@ _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 def bounded_connections(options: ServerOptions) -> type[BoundedConnection]:
     """uvicorn's protocol class with the limits of `options`."""
-    turns = asyncio.Semaphore(BEGUN_AT_A_TIME)
-    shared = {"options": options, "quiet": {}, "refused": set(), "turns": turns}
-    return type("ConfiguredConnection", (BoundedConnection,), shared)
+    shared = {"options": options, "quiet": {}, "refused": set()}
+    turns = {"turns": asyncio.Semaphore(BEGUN_AT_A_TIME), "turns_of": WeakValueDictionary()}
+    return type("ConfiguredConnection", (BoundedConnection,), shared | turns)
 
 
 class BoundedConnection(H11Protocol):
@@ -57,12 +58,14 @@ class BoundedConnection(H11Protocol):
         quiet: connections on which the server waits for a request, or the rest of one, by address.
         refused: connections that are being closed for another.
         turns: limiter that requests wait for before they begin, but for `/health` and `/ready`.
+        turns_of: limiters that each client's own requests wait for before, so that no other client's do.
     """
 
     options: ServerOptions
     quiet: dict[str, dict[BoundedConnection, None]]
     refused: set[BoundedConnection]
     turns: asyncio.Semaphore
+    turns_of: WeakValueDictionary[tuple[str, bytes], asyncio.Semaphore]
     _head_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
 
@@ -104,8 +107,8 @@ class BoundedConnection(H11Protocol):
             is_quiet = self in self.quiet.get(self._address, {})
             num_busy += is_quiet - sum(map(len, self.quiet.values()))
         scope[FULL_KEY] = num_busy >= self.options.max_connections
-        lengths = dict(scope["headers"])
-        is_chunked, length = b"transfer-encoding" in lengths, lengths.get(b"content-length")
+        headers = dict(scope["headers"])
+        is_chunked, length = b"transfer-encoding" in headers, headers.get(b"content-length")
         self._left = None if is_chunked else int(length or 0)
         is_ambiguous = is_chunked and length is not None  # RFC 9112, 6.1
 
@@ -123,7 +126,10 @@ class BoundedConnection(H11Protocol):
 
         try:
             if scope["path"] not in ("/health", "/ready"):
-                async with self.turns:
+                key = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
+                own = asyncio.Semaphore(BEGUN_AT_A_TIME)
+                own = self.turns_of.setdefault((self._address, key), own)
+                async with own, self.turns:
                     await asyncio.sleep(0)
             await self._app(scope, partial(self._receive, cycle), respond)
         except asyncio.CancelledError:  # uvicorn's, after the drain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -186,6 +187,37 @@ def test_a_key_waits_for_its_own_requests_alone(
     # The server writes the line of a request after the client has the answer.
     eventually(lambda: len(keys_logged()) == 2)
     assert keys_logged() == ["api-key-2", "api-key-1"]
+
+
+def test_a_request_begins_between_those_of_another_key(caplog: pytest.LogCaptureFixture) -> None:
+    """Of requests that come in one turn of the event loop, the last one has another key."""
+    caplog.set_level("INFO", logger="llmopt")
+    with ExitStack() as stack:
+        options = ServerOptions(api_keys=("sesame", "rosebud"))
+        server = stack.enter_context(running(make_engine("stories260K"), options))
+        address = urlsplit(server.url)
+        clients = [
+            stack.enter_context(socket.create_connection((address.hostname, address.port)))
+            for _ in range(41)
+        ]
+        is_held, may_go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            is_held.set()
+            may_go_on.wait(60)
+
+        server.loop._event_loop.call_soon_threadsafe(hold)
+        assert is_held.wait(60)
+        for number, client in enumerate(clients):
+            key = "rosebud" if number == 40 else "sesame"
+            client.sendall(head(f"Authorization: Bearer {key}", request="GET /v1/models HTTP/1.1"))
+        may_go_on.set()
+
+        def keys_logged() -> list[str]:
+            return re.findall(r'"GET /v1/models" 200 .* key (\S+)', caplog.text)
+
+        eventually(lambda: len(keys_logged()) == 41)
+    assert keys_logged().index("api-key-2") < 20
 
 
 def test_a_key_that_runs_in_all_places_gives_one_to_another_key() -> None:
