@@ -271,8 +271,10 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
     if method in ("awq", "gptq"):
         bits, roles = stored.get("bits", stored.get("w_bit", 4)), _roles(stored)
         group = stored.get("group_size", stored.get("q_group_size", 128))
-        index = 4 * (method == "gptq")  # g_idx: the group of each input channel
-        sizes = {"zero_bits": bits, "bytes_per_input": index}
+        rules = (stored.get("dynamic") or {}).values()
+        if any(rule and rule.get("bits", bits) != bits for rule in rules):
+            raise BadInput("the checkpoint's dynamic gives some modules other bits: give --weights")
+        sizes = {"zero_bits": bits, "bytes_per_input": 4 * (method == "gptq")}  # with g_idx
         return WeightRecipe(f"int{bits}", bits, group, roles=roles, **sizes)
     if method == "mxfp4":  # gpt-oss: the experts alone, a shared 8-bit exponent per 32 values
         return WeightRecipe("mxfp4", 4, group_size=32, scale_bits=8, roles=("expert",))
@@ -312,11 +314,9 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
         return _fp4("nvfp4" if scheme.get("group_size") == 16 else "mxfp4", inputs)
     zero_bits = 0 if scheme.get("symmetric", True) else bits
     name = f"{'fp' if kind == 'float' else 'int'}{bits}"
-    record = _SHAPE_RECORD_BYTES if stored.get("format") == "pack-quantized" else 0
+    shape = _SHAPE_RECORD_BYTES if stored.get("format") == "pack-quantized" else 0
     group, roles = scheme.get("group_size") or -1, _roles(stored)
-    return WeightRecipe(
-        name, bits, group, zero_bits=zero_bits, bytes_per_tensor=record, roles=roles
-    )
+    return WeightRecipe(name, bits, group, zero_bits=zero_bits, bytes_per_tensor=shape, roles=roles)
 
 
 # An attention, or its projections but the small ones of a linear attention, in a list of plain modules.

@@ -247,6 +247,9 @@ def test_an_attention_that_is_left_out_is_not_counted_as_quantized() -> None:
         assert stored_recipe({"quantization_config": stored | fields}).roles == ("expert",)
         others = stored | {"modules_to_not_convert": small, "dynamic": {"-:.*mtp.*attn.*": {}}}
         assert stored_recipe({"quantization_config": others}).roles == ("linear", "expert")
+    mixed = {"quant_method": "gptq", "bits": 4, "dynamic": {r"+:.*\.down_proj": {"bits": 8}}}
+    with pytest.raises(BadInput, match="other bits: give --weights"):
+        stored_recipe({"quantization_config": mixed})
     routers = {**nvfp4, "ignore": ["model.layers.10.mlp.gate", "vision.layers.10.self_attn"]}
     assert stored_recipe({"quantization_config": routers}).roles == ("linear", "expert")
     dense = replace(find_model("gemma-4-31b"), config={"quantization_config": nvfp4})
