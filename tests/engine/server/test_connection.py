@@ -190,7 +190,7 @@ def test_a_key_waits_for_its_own_requests_alone(
 
 
 def test_a_request_begins_between_those_of_another_key(caplog: pytest.LogCaptureFixture) -> None:
-    """Of requests that come in one turn of the event loop, the last one has another key."""
+    """The last of 41 requests that come in one turn of the event loop has another key than the others."""
     caplog.set_level("INFO", logger="llmopt")
     with ExitStack() as stack:
         options = ServerOptions(api_keys=("sesame", "rosebud"))
