@@ -205,8 +205,10 @@ def test_other_options_of_generation_are_no_equal_evaluation(tmp_path: Path) -> 
     for path in source.parent.glob("samples_*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / source.name).write_text(json.dumps(content))
-    found = compare(read("lm-eval/real_base"), RunData.read(tmp_path / source.name), threshold=0.05)
-    assert found.outcome is GateOutcome.NO_VERDICT and "temperature" in found.sentence
+    verdict = compare(
+        read("lm-eval/real_base"), RunData.read(tmp_path / source.name), threshold=0.05
+    )
+    assert verdict.outcome is GateOutcome.NO_VERDICT and "temperature" in verdict.sentence
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "[1]", "no json", '{"duration": 1}', '[{"a": 1}]'])

@@ -36,9 +36,9 @@ def test_rate_search_comes_within_its_precision(limit: float) -> None:
         tried.append(rate)
         return rate <= limit
 
-    found = highest(keeps, 1.0, 1024.0, whole=False)
-    assert found.best is not None and found.failed is not None
-    assert found.best <= limit < found.failed <= found.best * (1 + PRECISION)
+    result = highest(keeps, 1.0, 1024.0, whole=False)
+    assert result.best is not None and result.failed is not None
+    assert result.best <= limit < result.failed <= result.best * (1 + PRECISION)
     assert len(tried) < 20
 
 
@@ -50,9 +50,9 @@ def test_rate_search_at_its_ends() -> None:
 @pytest.mark.parametrize("most", [1, 2, 5, 48, 64])
 def test_count_search_is_exact(most: int) -> None:
     for limit in range(most + 3):
-        found = highest(lambda count, limit=limit: count <= limit, 1, most, whole=True)
-        assert found.best == (min(limit, most) or None)
-        assert found.failed == (limit + 1 if limit < most else None)
+        result = highest(lambda count, limit=limit: count <= limit, 1, most, whole=True)
+        assert result.best == (min(limit, most) or None)
+        assert result.failed == (limit + 1 if limit < most else None)
 
 
 def point(load: float, throughput: float, latency: float, kept_up: bool = True) -> dict[str, Any]:
