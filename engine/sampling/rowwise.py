@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -14,6 +15,9 @@ from ..base.device import packed, to_device
 from ..base.logits import dense_mask
 from ..base.sampling_params import SamplingParams
 from ..scheduling.step_plan import ScheduledRow
+
+SCORES_AT_ONCE = 1 << 18
+"""Scores of the rows that are sampled together on the host: a MiB, which caches hold."""
 
 
 class SamplingRow(NamedTuple):
@@ -68,51 +72,55 @@ def sampling_rows(row: ScheduledRow, eos_token_ids: frozenset[int]) -> list[Samp
     return [sampling_row(row, eos_token_ids, sample=i) for i in range(row.num_samples)]
 
 
-def exponential_noise(seed: int, position: int, size: int, stream: int = 0) -> torch.Tensor:
-    """Exp(1) noise, float32 [size], from a counter-based generator keyed by (seed, position).
-
-    Streams of one key are independent.
-    """
-    key = np.array([seed & (2**64 - 1), position], dtype=np.uint64)
-    counter = np.array([0, 0, 0, stream], dtype=np.uint64)
-    generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
-    noise = generator.standard_exponential(size, dtype=np.float32)
-    # Float32 can round to zero, and dividing by zero would always select the token.
-    return torch.from_numpy(np.maximum(noise, np.finfo(np.float32).tiny))
-
-
 class RowwiseSampling:
-    """`SamplingKernel` in torch and NumPy operations, for any device."""
+    """`SamplingKernel` in torch and NumPy operations, for any device. An instance keeps its generator and
+    sets the key: making one takes as long as a thousand numbers."""
+
+    def __init__(self) -> None:
+        self._philox = np.random.Philox(key=0)
+        self._generator, self._state = np.random.Generator(self._philox), self._philox.state
 
     def draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         scores = _all_adjusted(logits, rows)
         tokens = largest(scores)
-        for index, row in enumerate(rows):
-            if not row.params.is_greedy:
-                weights = _distribution(scores[index], row)
-                tokens[index] = (weights / _noise(row, weights)).argmax()
+        sampled = _sampled(rows)
+        num_at_once = max(1, SCORES_AT_ONCE // logits.shape[-1])
+        for start in range(0, len(sampled), num_at_once):
+            indices = sampled[start : start + num_at_once]
+            raced = self._raced(scores[indices], [rows[i] for i in indices])
+            tokens[indices] = largest(raced)
         return tokens
 
     def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        scores = _all_adjusted(logits, rows)
-        return torch.stack([_distribution(x, row) for x, row in zip(scores, rows, strict=True)])
+        return _distributions(_all_adjusted(logits, rows), rows)
 
     def preferences(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         scores = _all_adjusted(logits, rows)
-        preferences = []
-        for x, row in zip(scores, rows, strict=True):
-            if row.params.is_greedy:
-                preferences.append(x.softmax(dim=-1))
-            else:
-                weights = _distribution(x, row) / _noise(row, x)
-                preferences.append(weights / weights.sum())
-        return torch.stack(preferences)
+        preferences = scores.softmax(dim=-1)
+        if sampled := _sampled(rows):
+            weights = self._raced(scores[sampled], [rows[i] for i in sampled])
+            preferences[sampled] = weights / weights.sum(dim=-1, keepdim=True)
+        return preferences
 
     def noise(
         self, keys: Sequence[tuple[int, int]], size: int, stream: int, device: torch.device
     ) -> torch.Tensor:
-        rows = [exponential_noise(seed, position, size, stream) for seed, position in keys]
-        return to_device(torch.stack(rows).numpy(), device)
+        noise, state = np.empty((len(keys), size), np.float32), self._state
+        for row, (seed, position) in zip(noise, keys, strict=True):
+            key = np.array([seed & (2**64 - 1), position], np.uint64)
+            state["state"] = {"key": key, "counter": np.array([0, 0, 0, stream], np.uint64)}
+            self._philox.state = state
+            self._generator.standard_exponential(dtype=np.float32, out=row)
+        # Float32 can round to zero, and dividing by zero would always select the token.
+        return to_device(np.maximum(noise, np.finfo(np.float32).tiny, out=noise), device)
+
+    def _raced(self, scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """Probabilities over their noise, [rows, vocab]: the largest of a row is its sample. No row is
+        greedy."""
+        keys = [(row.seed, row.position) for row in rows]
+        return _distributions(scores, rows).div_(
+            self.noise(keys, scores.shape[-1], 0, scores.device)
+        )
 
 
 def largest(scores: torch.Tensor) -> torch.Tensor:
@@ -127,9 +135,9 @@ def _ids(token_ids: Iterable[int], like: torch.Tensor) -> torch.Tensor:
     return packed([list(token_ids)], like.device)[0]
 
 
-def _noise(row: SamplingRow, like: torch.Tensor) -> torch.Tensor:
-    noise = exponential_noise(row.seed, row.position, like.numel())
-    return to_device(noise.numpy(), like.device)
+def _sampled(rows: Sequence[SamplingRow]) -> list[int]:
+    """Indices of the rows that are not greedy."""
+    return [index for index, row in enumerate(rows) if not row.params.is_greedy]
 
 
 def _all_adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -164,24 +172,48 @@ def adjust(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> None
         constrain(scores, logits, row)
 
 
-def _distribution(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
-    """softmax(scores / temperature), filtered by min-p, top-k and top-p; one-hot where greedy."""
-    if row.params.is_greedy:
-        return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)
-    scores = scores / row.params.temperature
-    if not row.params.filters:
-        return scores.softmax(dim=-1)
-    # Stable, so that the first among equals is kept, as with argmax.
-    ordered, order = scores.sort(descending=True, stable=True)
-    keep = filter_mask(ordered, row.params)
-    probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(dim=-1)
-    return torch.zeros_like(scores).index_copy_(0, order, probabilities)
+def _distributions(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """softmax(scores / temperature) of each row, filtered by min-p, top-k and top-p; one-hot where greedy."""
+    lowest = float("-inf")
+    divisors = [[1.0 if row.params.is_greedy else row.params.temperature] for row in rows]
+    scores = scores / to_device(np.array(divisors, np.float32), scores.device)
+    for x, row in zip(scores, rows, strict=True):
+        if row.params.is_greedy:
+            best = x.argmax(dim=0, keepdim=True)
+            x.fill_(lowest).index_fill_(0, best, 0.0)
+        elif row.params.filters:
+            ids, total = _candidates(x, row.params)
+            # Stable, so that the first among equals is kept, as with argmax.
+            ordered, order = x[ids].sort(descending=True, stable=True)
+            keep = filter_mask(ordered, row.params, total)
+            x.fill_(lowest)[ids[order]] = ordered.masked_fill(~keep, lowest)
+    return scores.softmax(dim=-1)
 
 
-def filter_mask(ordered: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+def _candidates(
+    scores: torch.Tensor, params: SamplingParams
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Ids of the scores [vocab] that the filters can keep, and of all scores the log of the sum of exp where
+    top-p counts it: sorting all would take as long as the model's step."""
+    total, lowest = None, float("-inf")
+    if params.min_p > 0.0:
+        lowest = scores.max().item() + math.log(params.min_p) - 1e-3  # less what rounding may add
+    if 0 < params.top_k < len(scores):
+        lowest = max(lowest, scores.topk(params.top_k).values[-1].item())
+    elif params.min_p == 0.0 and params.top_p < 1.0:
+        # Below, all scores together have less than what top-p leaves out.
+        total = scores.logsumexp(dim=0)
+        lowest = total.item() + math.log((1.0 - params.top_p) / (2 * len(scores)))
+    return (~(scores < lowest)).nonzero()[:, 0], total
+
+
+def filter_mask(
+    ordered: torch.Tensor, params: SamplingParams, total: torch.Tensor | None = None
+) -> torch.Tensor:
     """Mask of the scores, sorted from high to low, that min-p, then top-k, then top-p keep.
 
-    It keeps the first always. Top-p keeps the smallest set whose probability reaches p.
+    It keeps the first always. Top-p keeps the smallest set whose probability reaches p, of all that min-p and
+    top-k keep, or of scores with this log of their sum of exp, of which `ordered` are the highest.
     """
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if params.min_p > 0.0:
@@ -190,7 +222,8 @@ def filter_mask(ordered: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if params.top_k > 0:
         keep[params.top_k :] = False
     if params.top_p < 1.0:
-        probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(dim=-1)
+        logs = ordered.masked_fill(~keep, float("-inf"))
+        probabilities = logs.softmax(dim=-1) if total is None else (logs - total).exp()
         before = probabilities.cumsum(dim=-1) - probabilities
         keep &= before < params.top_p
     keep[0] = True

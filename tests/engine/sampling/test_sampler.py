@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.sampling.rowwise import SamplingRow, exponential_noise, filter_mask, penalize
+from llmopt.engine.sampling.rowwise import RowwiseSampling, SamplingRow, filter_mask, penalize
 from llmopt.engine.sampling.sampler import Logprobs, Sampler
 
 
@@ -52,13 +52,50 @@ def test_sampling_depends_on_seed_and_position_only():
     assert len(set(other)) > 1
 
 
-def test_noise_is_exponential_and_positive():
-    noise = exponential_noise(5, 9, 20000)
+def test_noise_is_exponential_positive_and_of_its_key_alone():
+    kernel, device = RowwiseSampling(), torch.device("cpu")
+    noise = kernel.noise([(5, 9), (5, 10), (6, 9), (5, 9)], 20000, 0, device)
     assert noise.min() > 0
-    assert abs(noise.mean().item() - 1) < 0.03
-    assert torch.equal(noise, exponential_noise(5, 9, 20000))
-    assert not torch.equal(noise, exponential_noise(5, 10, 20000))
-    assert not torch.equal(noise, exponential_noise(6, 9, 20000))
+    assert (noise.mean(dim=1) - 1).abs().max() < 0.03
+    key, counter = np.array([5, 9], np.uint64), np.array([0, 0, 0, 0], np.uint64)
+    philox = np.random.Generator(np.random.Philox(key=key, counter=counter))
+    expected = torch.from_numpy(philox.standard_exponential(20000, dtype=np.float32))
+    assert torch.equal(noise[0], expected) and torch.equal(noise[3], expected)
+    assert not torch.equal(noise[1], expected) and not torch.equal(noise[2], expected)
+    assert not torch.equal(kernel.noise([(5, 9)], 20000, 1, device)[0], expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    vocab=st.sampled_from([1, 2, 33, 300, 5000]),
+    scale=st.sampled_from([0.1, 3.0, 20.0]),
+    steps=st.sampled_from([None, 1.0, 0.0]),
+    seed=st.integers(0, 1000),
+    params=st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.5, 1.0]),
+        top_p=st.sampled_from([1e-6, 0.5, 0.95, 1.0 - 1e-7, 1.0]),
+        top_k=st.sampled_from([0, 1, 40, 6000]),
+        min_p=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    ),
+)
+def test_filters_of_candidates_keep_what_filters_of_all_scores_keep(
+    vocab, scale, steps, seed, params
+):
+    logits = scale * torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
+    logits = logits if steps is None else (logits * steps).round()
+    sampled = SamplingRow(params, 0, [1], 1)
+    probabilities = RowwiseSampling().distributions(logits[None], [sampled])[0]
+    ordered, order = (logits / params.temperature).sort(descending=True, stable=True)
+    expected = torch.zeros(vocab, dtype=torch.bool)
+    expected[order] = filter_mask(ordered, params) if params.filters else True
+    differs = (probabilities > 0) != expected
+    if differs.any():  # only where rounding decides what reaches p, or what float32 has for nothing
+        chances = (logits / params.temperature).double().softmax(dim=-1)
+        before = torch.zeros_like(chances)
+        before[order] = chances[order].cumsum(dim=-1) - chances[order]
+        is_near = (before - params.top_p).abs() < 1e-5
+        assert (is_near | (chances < 1e-38))[differs].all()
 
 
 def survivors(probabilities: list[float], **params) -> list[int]:
