@@ -329,7 +329,7 @@ class Dispatch(TorchDispatchMode):
         return CudaTensor(host, device, allocation, self._card)
 
 
-def _scaled_mm(
+def scaled_mm(
     a: torch.Tensor,
     b: torch.Tensor,
     scale_a: torch.Tensor,
@@ -339,11 +339,12 @@ def _scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
+    """`aten._scaled_mm` by its definition, with a scale for each row and column."""
     assert bias is None and scale_result is None, "not asked for so far"
     return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype or a.dtype)
 
 
-_BY_DEFINITION: dict[Any, Any] = {torch.ops.aten._scaled_mm.default: _scaled_mm}
+_BY_DEFINITION: dict[Any, Any] = {torch.ops.aten._scaled_mm.default: scaled_mm}
 """What a card computes and the CPU of torch 2.11 does not: products with a scale for each row."""
 
 
