@@ -28,6 +28,7 @@ MOONCAKE_TOKENS = 512  # of a block that one hash stands for
 BLOCK_BYTES = 64
 """Size of a block of a prompt's text in UTF-8: about what a server caches."""
 DIGEST_BYTES = 6  # ids below 2^48 are exact in every reader of JSON
+_SESSION_BLOCK = 1 << 64  # of the text that a row of a session appends: above every hash
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 
@@ -141,28 +142,37 @@ def _csv(
 
 
 def _mooncake(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
-    """Requests of Mooncake, of AIPerf's form of it, in which each of a session waits for the one before, and
-    of Bailian (docs.nvidia.com/aiperf/tutorials/datasets-inputs/profile-with-bailian-traces, 2026-11-30)."""
-    sessions: dict[str, tuple[str, float]] = {}
+    """Requests of Mooncake, of AIPerf's form of it, in which a row of a session is what it appends to the row
+    before and its answer (github.com/ai-dynamo/aiperf, docs/reference/conversation-context-mode.md), and of
+    Bailian (docs.nvidia.com/aiperf/tutorials/datasets-inputs/profile-with-bailian-traces, 2026-11-30)."""
+    sessions: dict[str, TraceRow] = {}
     for number, (where, row) in enumerate(rows):
         size, second = (16, 1) if "chat_id" in row else (MOONCAKE_TOKENS, 1000)
-        session, delay = row.get("session_id"), row.get("delay") or 0.0
-        parent, before = sessions.get(str(session), ("", 0.0))
-        time = row.get("timestamp", before + delay if session is not None else None)
+        session, delay = row.get("session_id"), (row.get("delay") or 0.0) / 1000
+        before = sessions.get(str(session))
+        time = row.get("timestamp")
+        if time is None and session is not None:
+            time = ((before.seconds if before else 0.0) + delay) * second
         if isinstance(time, bool) or not isinstance(time, int | float):
             raise BadInput(f'{where}: "timestamp" is {time!r}, not a number')
-        blocks = tuple(hashes) if isinstance(hashes := row.get("hash_ids", []), list) else (-1,)
+        hashes = row.get("hash_ids") or []
+        blocks = tuple(hashes) if isinstance(hashes, list) else (-1,)
         if not all(type(name) is int and name >= 0 for name in blocks):
             raise BadInput(f'{where}: "hash_ids" wants a list of whole numbers')
         prompt_len = _count(row, "input_length", where)
         if blocks and len(blocks) != -(-prompt_len // size):
             raise BadInput(f"{where}: {len(blocks)} blocks of {size} for {prompt_len} tokens")
+        if session is not None and (before or not blocks):
+            size, blocks = 0, (*(before.blocks if before else ()), _SESSION_BLOCK + number)
+            prompt_len += before.prompt_len + before.output_len if before else 0
         lengths = prompt_len, _count(row, "output_length", where)
         prompt = blocks, float(len(blocks)), size if blocks else 0
+        links = (before.name, True, delay) if before else ("", False, 0.0)
         name = f"{session}#{number}" if session is not None else ""
-        gap = delay / 1000 if parent else 0.0
-        yield TraceRow(time / second, *lengths, *prompt, name, parent, gap=gap)
-        sessions[str(session)] = name, time
+        request = TraceRow(time / second, *lengths, *prompt, name, *links)
+        yield request
+        if session is not None:
+            sessions[str(session)] = request
 
 
 def _count(row: Mapping[str, Any], key: str, where: str) -> int:
@@ -183,6 +193,7 @@ TOKEN_BYTES = 4
 CALL_SECONDS = 0.001
 INHERITS = {"forks": True, "spawns": False}
 """Ways to begin a conversation in AIPerf's graphs: whether with the text so far."""
+ORCHESTRATION = ("orchestrator", "rounds", "spawns", "pre_session_spawns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,11 +308,18 @@ def _weka_calls(
 
 def _graph(entries: Sequence[dict[str, Any]], path: Path) -> Iterator[Call]:
     """AIPerf's conversations with forks and spawns, of estimated lengths, in which calls take no time."""
-    sessions = {str(entry["session_id"]): entry["turns"] for entry in entries}
+    sessions: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for entry in entries:
+        if unread := [key for key in ORCHESTRATION if entry.get(key)]:
+            raise BadInput(
+                f"trace {path}: {', '.join(unread)} of a conversation cannot be replayed"
+            )
+        sessions[str(entry["session_id"])] += entry["turns"]
     turns = [turn for session in sessions.values() for turn in session]
-    begun = {child for turn in turns for kind in INHERITS for child in _children(turn, kind)}
-    for name in sessions.keys() - begun:
-        yield from _turns(sessions, name, "", 0.0, b"")
+    begun = {child for turn in turns for kind in INHERITS for child, _ in _children(turn, kind)}
+    for name in sessions:
+        if name not in begun:
+            yield from _turns(sessions, name, "", 0.0, b"")
 
 
 def _turns(
@@ -312,29 +330,32 @@ def _turns(
     text: bytes,
 ) -> Generator[Call, None, float]:
     """The calls of a conversation and of those that it begins; returns when it ends."""
+    joins: dict[int, float] = defaultdict(float)  # by the turn that waits for what was spawned
     for number, turn in enumerate(sessions[name]):
-        start = clock + float(turn.get("delay") or 0.0) / 1000
+        clock = max(clock, joins[number])
+        due = float(turn.get("timestamp") or 0.0) / 1000
+        start = max(clock + float(turn.get("delay") or 0.0) / 1000, due)
         clock = start + CALL_SECONDS
-        parts = [turn.get("tools") or "", turn.get("messages", turn.get("text", ""))]
+        parts = [turn.get(key) or "" for key in ("tools", "messages", "text", "texts")]
         text += message_text(parts).encode("utf-8", "replace")
         output_len = int(turn.get("max_tokens") or turn.get("output_length") or 0)
-        names, lengths = (
-            (f"{name}#{number}", name, spawner),
-            (-(-len(text) // TOKEN_BYTES), output_len),
-        )
+        names = (f"{name}#{number}", name, spawner)
+        lengths = (-(-len(text) // TOKEN_BYTES), output_len)
         yield Call(*names, start, clock, *lengths, block_hashes(text), len(text) / BLOCK_BYTES)
-        ends = [clock]
+        text += b"." * (output_len * TOKEN_BYTES)  # the answer, which the next turn repeats
         for kind, inherits in INHERITS.items():
-            for child in _children(turn, kind):
+            for child, join in _children(turn, kind):
                 end = yield from _turns(sessions, child, name, clock, text if inherits else b"")
-                ends += [] if inherits else [end]
-        clock = max(ends)  # the next turn waits for what was spawned
-    return clock
+                join = number + 1 if join is None else int(join)
+                joins[join] = max(joins[join], 0.0 if inherits else end)
+    return max(clock, *joins.values())
 
 
-def _children(turn: Mapping[str, Any], kind: str) -> list[str]:
-    entries = [e if isinstance(e, dict) else {"child": e} for e in turn.get(kind, ())]
-    return [str(child) for e in entries for child in e.get("children", [e.get("child")])]
+def _children(turn: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
+    """(conversation that a turn begins, number of the turn that waits for it or None)"""
+    entries = (e if isinstance(e, dict) else {"child": e} for e in turn.get(kind, ()))
+    pairs = ((e.get("children", [e.get("child")]), e.get("join_at")) for e in entries)
+    return [(str(child), join) for children, join in pairs for child in children]
 
 
 _FORMS = (

@@ -14,6 +14,7 @@ import pytest
 from llmopt.base.errors import BadInput
 from llmopt.bench.workloads.trace_rows import TraceRow
 from llmopt.bench.workloads.traces import read_trace, trace_workload
+from llmopt.bench.workloads.workload import WorkloadItem
 
 from .test_workload_traces import IDS
 
@@ -87,7 +88,7 @@ def test_aiperf_sessions_and_graphs(tmp_path: Path) -> None:
         {**session, "timestamp": 1000, "input_length": 512, "hash_ids": [1]},
         {**session, "delay": 250, "input_length": 700, "hash_ids": [1, 2]},
     )
-    assert links(rows(path)) == {"s#0": ("", False, 0.0), "s#1": ("s#0", False, 0.25)}
+    assert links(rows(path)) == {"s#0": ("", False, 0.0), "s#1": ("s#0", True, 0.25)}
     said = [{"role": "user", "content": "Plan the orchard. " * 20}]
     child = [{"role": "user", "content": "Count the trees. " * 20}]
     path = written(
@@ -112,6 +113,73 @@ def test_aiperf_sessions_and_graphs(tmp_path: Path) -> None:
     shared = found["root#1"].blocks
     assert found["branch#0"].blocks[: len(shared) - 1] == shared[:-1]
     assert found["helper#0"].blocks[0] != shared[0]
+
+
+def lengths(item: WorkloadItem) -> list[int]:
+    """Tokens that each turn of a conversation appends."""
+    return [len(item.prompt_token_ids), *(len(turn.token_ids) for turn in item.turns)]
+
+
+@pytest.mark.parametrize("times", [(None, None, None), (0, 1000, 1500)])
+def test_a_row_of_an_aiperf_session_is_what_it_appends(
+    tmp_path: Path, times: tuple[int | None, ...]
+) -> None:
+    sent, blocks = (1500, 20, 600), ([1, 2, 3], None, [8, 9])
+    entries = [
+        {"session_id": session, "timestamp": time, "input_length": n, "hash_ids": ids}
+        | {"output_length": 40, "delay": None if n == 1500 else 250}
+        for session in ("a", "b")
+        for time, n, ids in zip(times, sent, blocks, strict=True)
+    ]
+    path = written(tmp_path, *entries, {"session_id": "c", "input_length": 7, "output_length": 5})
+    how: dict[str, Any] = {"num_prompts": None, "max_model_len": 4096, "path": path}
+    made = trace_workload(IDS, "trace", **how, replay="dependency", decode=str)
+    assert [lengths(item) for item in made.items] == [[*sent], [*sent], [7]]
+    whole = trace_workload(IDS, "trace", **how, replay="dependency").items
+    prompts = sorted({item.prompt_token_ids for item in whole}, key=len)
+    assert [len(prompt) for prompt in prompts] == [7, 1500, 1560, 1560, 2200, 2200]
+    for prompt in prompts[2:]:  # the text of a session grows at its end
+        assert any(prompt[: len(shorter)] == shorter for shorter in prompts if shorter != prompt)
+
+
+def test_turns_of_aiperf_repeat_the_answers_before(tmp_path: Path) -> None:
+    turns = [{"text": "a" * 400, "max_tokens": 50}, {"texts": ["b" * 20, "b" * 20], "delay": 300}]
+    turns[1]["output_length"] = 8
+    later = {"text": "c" * 80, "output_length": 9, "timestamp": 7000}
+    path = written(
+        tmp_path,
+        {"session_id": "s", "turns": turns},
+        {"session_id": "t", "turns": [{"text": "d" * 40, "max_tokens": 3}]},
+        {"session_id": "s", "turns": [later]},
+        *({"session_id": f"{n}", "turns": [{"text": "e", "max_tokens": 3}]} for n in range(9)),
+    )
+    found = rows(path)
+    assert {name: row.parent for name, row in found.items() if name[0] in "st"} == {
+        "s#0": "",
+        "t#0": "",
+        "s#1": "s#0",
+        "s#2": "s#1",
+    }
+    assert [found[name].prompt_len for name in ("s#0", "s#1", "s#2")] == [100, 160, 188]
+    assert found["s#2"].seconds == 7.0
+    assert [name for name in found if name[0] not in "st"] == [f"{n}#0" for n in range(9)]
+    made = trace_workload(IDS, "trace", num_prompts=None, max_model_len=4096, path=path, decode=str)
+    assert [lengths(item) for item in made.items[:2]] == [[100, 10, 20], [10]]
+
+
+def test_a_spawned_conversation_is_joined_where_aiperf_joins_it(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "Plan the orchard."}]
+    turns = [{"messages": said, "max_tokens": 8} for _ in range(3)]
+    helper = {"session_id": "h", "turns": [{"messages": said, "max_tokens": 5, "delay": 2000}]}
+    parents = {None: ("h#0", "r#1"), 1: ("h#0", "r#1"), 2: ("r#0", "h#0")}
+    for join, expected in parents.items():
+        turns[0]["spawns"] = [{"children": ["h"], "join_at": join}]
+        path = written(tmp_path, {"session_id": "r", "turns": turns}, helper)
+        found = rows(path)
+        assert (found["r#1"].parent, found["r#2"].parent) == expected
+    root = {"session_id": "r", "turns": [], "orchestrator": True, "spawns": ["h"]}
+    with pytest.raises(BadInput, match="orchestrator, spawns of a conversation cannot be replayed"):
+        read_trace("trace", written(tmp_path, root, helper))
 
 
 def test_alibabas_traces_have_seconds_and_small_blocks(tmp_path: Path) -> None:
