@@ -40,6 +40,10 @@ PROMPTS = ("prompt", "question", "instruction", "input", "query", "text")
 CONTEXTS = ("input", "context")
 ANSWERS = ("output", "response", "completion", "answer", "chosen")
 SHUFFLE_BUFFER = 1000
+TEMPLATE_NOTE = (
+    "prompts are sent as they are: vllm bench serve writes them into the model's chat template first, "
+    "unless it has --skip-chat-template"
+)
 
 Pair = tuple[list[int], int]
 """Token ids of a prompt, and its output length."""
@@ -67,7 +71,7 @@ def custom_workload(
 ) -> Workload:
     """Requests from a JSON-lines file of `{"prompt": …}` with an optional `"output_len"` and `"image_files"`.
 
-    The output length is the line's, else `output_len`, else 256, cut to the model's context; prompts that do
+    The output length is `output_len`, else the line's, else 256, cut to the model's context; prompts that do
     not fit are left out. Notes count both, and keys that are not read. Raises BadInput: no such file, an
     invalid line (with its number), or no prompt left.
     """
@@ -79,7 +83,7 @@ def custom_workload(
     for line in prompts:
         if len(rows) == num_prompts:
             break
-        length = line.output_len or (output_len if output_len is not None else DEFAULT_OUTPUT_LEN)
+        length = output_len or line.output_len or DEFAULT_OUTPUT_LEN
         if (pair := fitted.pair(line.prompt, length)) is not None:
             rows.append((pair, tuple(_sent(name, path) for name in line.images)))
     if not rows:
@@ -91,6 +95,8 @@ def custom_workload(
     if any(images for _, images in rows):
         notes.append(IMAGE_NOTE)
         items = tuple(replace(item, images=of) for item, (_, of) in zip(items, rows, strict=True))
+    elif getattr(tokenizer, "chat_template", None):
+        notes.append(TEMPLATE_NOTE)
     return Workload("custom", f"prompts of {path.name}", items, tuple(notes))
 
 

@@ -128,6 +128,16 @@ def test_keys_that_are_not_read_are_counted_once(tokenizer: Any, tmp_path: Path)
     assert "keys of rows that are not read: category (1), id (2)" in found.notes
 
 
+def test_prompts_without_the_chat_template_of_vllm_are_named(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = json.dumps({"prompt": "a b"})
+    assert custom(tokenizer, tmp_path / "a.jsonl", row).notes == ()
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages }}")
+    (note,) = custom(tokenizer, tmp_path / "a.jsonl", row).notes
+    assert "chat template first, unless it has --skip-chat-template" in note
+
+
 QUESTION, ANSWER = "Tell me of Tom and his dog.", "Tom had a dog who liked to run and play."
 SYSTEM = "You are a helpful person."
 

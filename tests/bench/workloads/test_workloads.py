@@ -160,6 +160,10 @@ def test_custom_lines(tmp_path: Path) -> None:
     assert [(len(i.prompt_token_ids), i.output_len) for i in found.items] == [(4, 5), (96, 4)]
     assert any("1 prompts left out" in note for note in found.notes)
     assert any("1 output lengths cut" in note for note in found.notes)
+    given = custom_workload(
+        WORDS, path, num_prompts=1, max_model_len=100, shuffle=False, output_len=7
+    )
+    assert [item.output_len for item in given.items] == [7]  # as vLLM's --custom-output-len
 
 
 @pytest.mark.parametrize(
