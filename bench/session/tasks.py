@@ -405,7 +405,8 @@ class TaskScorer:
     @property
     def chat_template(self) -> str | None:
         """Source of the tokenizer's chat template; None without one, or where the server applies its own."""
-        return None if self.backend.sends_messages else self.tokenizer.chat_template
+        is_rendered = self.tokenizer.chat_template and not self.backend.sends_messages
+        return self.tokenizer.get_chat_template() if is_rendered else None  # the default of several
 
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True

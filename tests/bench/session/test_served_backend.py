@@ -91,6 +91,9 @@ def test_conversations_are_rendered_here_or_there(server: RunningServer) -> None
         {"role": "assistant", "content": "A girl."},
         {"role": "user", "content": "And Tom?"},
     ]
+    assert TaskScorer(remote).chat_template == TEMPLATE
+    remote.tokenizer.chat_template = {"tool_use": "{{ tools }}", "default": TEMPLATE}
+    assert TaskScorer(remote).chat_template == TEMPLATE  # lm-eval hashes a text
     rendered = TaskScorer(remote).apply_chat_template(messages)
     assert rendered.endswith("<user>And Tom?\n<assistant>") and "<assistant>A girl." in rendered
     scorer = TaskScorer(chat)
