@@ -13,6 +13,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -278,28 +279,39 @@ def _check_questions(server: SanityServer) -> list[SanityCheck]:
     ]
 
 
+def _answered(server: SanityServer, question: str, **fields: Any) -> tuple[ChatAnswer, str]:
+    """An answer, given again with more tokens where it is cut, and a note if it still is."""
+
+    def answered(limit: int) -> tuple[ChatAnswer, str]:
+        (reply,) = server.chat([question], **fields, max_tokens=limit)
+        is_cut = reply.finish == "length" or reply.num_tokens >= limit
+        return reply, f", cut at {limit} tokens" if is_cut else ""
+
+    reply, note = answered(4 * MAX_TOKENS)
+    with suppress(RequestFailed):  # a slow server has no time for more tokens
+        return answered(16 * MAX_TOKENS) if note else (reply, note)
+    return reply, note
+
+
 def _check_json(server: SanityServer) -> list[SanityCheck]:
     question = 'Answer in JSON: {"city": the capital of France}'
-    how = {"response_format": {"type": "json_object"}, "max_tokens": 4 * MAX_TOKENS}
-    (reply,) = server.chat([question], **how)
-    is_cut = reply.finish == "length"
+    reply, note = _answered(server, question, response_format={"type": "json_object"})
     try:
         is_object = isinstance(json.loads(reply.text), dict)
     except ValueError:
         is_object = False
-    evidence = f"{reply.text[:60]!r}" + (f", cut at {4 * MAX_TOKENS} tokens" if is_cut else "")
-    return [_judged("JSON mode", not is_object and not is_cut, not is_object, evidence)]
+    evidence = f"{reply.text[:60]!r}{note}"
+    return [_judged("JSON mode", not is_object and not note, not is_object, evidence)]
 
 
 def _check_call(server: SanityServer) -> list[SanityCheck]:
     item = read_tool_items(BUNDLED)[0]
-    how = {"tools": list(item.chat.tools), "tool_choice": "required", "max_tokens": 4 * MAX_TOKENS}
-    (reply,) = server.chat([item.messages[0]["content"]], **how)
+    how = {"tools": list(item.chat.tools), "tool_choice": "required"}
+    reply, note = _answered(server, item.messages[0]["content"], **how)
     if not reply.calls:
-        evidence = f"no call although one was required: {reply.text[:60]!r}"
+        evidence = f"no call although one was required: {reply.text[:60]!r}{note}"
         return [SanityCheck("tool call", Outcome.WEAK, evidence)]
     scores = item_scores(item, reply)
     is_valid = scores["valid_json"] and scores["declared_name"]
-    is_broken = not is_valid and reply.finish != "length"
-    evidence = "{}({})".format(*reply.calls[0])
-    return [_judged("tool call", is_broken, not scores["correct"], evidence)]
+    evidence = "{}({})".format(*reply.calls[0]) + note
+    return [_judged("tool call", not is_valid and not note, not scores["correct"], evidence)]

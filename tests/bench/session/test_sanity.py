@@ -106,14 +106,27 @@ class Dialect:
         asked = body["messages"][-1]["content"]
         message: dict[str, Any] = {"content": "".join(self.continued(asked, 8))}
         if body.get("response_format"):
-            message["content"] = '{"city": "Paris"}'
+            long = (
+                ", ".join(f'"fact {n}": "so"' for n in range(100))
+                if "verbose" in self.fault
+                else '"x": 1'
+            )
+            message["content"] = '{"city": "Paris", ' + long + "}"
         elif body.get("tools") and self.name == "llama.cpp":
             return 500, {"error": {"message": "tools param requires --jinja flag"}}
         elif body.get("tools"):
             arguments = '{"city": "Paris", "unit": "celsius"}'
             function = {"name": "get_weather", "arguments": arguments}
             message = {"content": None, "tool_calls": [{"type": "function", "function": function}]}
-        return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
+        said = WORDS.findall(message["content"] or "")
+        message["content"], usage = (
+            "".join(said[:limit]),
+            {"completion_tokens": min(len(said), limit)},
+        )
+        finish = (
+            "length" if len(said) > limit and self.fault != "verbose without reason" else "stop"
+        )
+        return 200, {"choices": [{"message": message, "finish_reason": finish}], "usage": usage}
 
 
 @contextmanager
@@ -189,6 +202,12 @@ def test_sound_dialects_are_sane(dialect: str) -> None:
     assert (found["log-probabilities"] is Outcome.SANE) == is_asked
     assert (found["tool call"] is Outcome.SANE) == is_asked
     assert (found["tool call"] is Outcome.NOT_ASKED) != is_asked
+
+
+@pytest.mark.parametrize("fault", ["verbose", "verbose without reason"])
+def test_a_verbose_answer_is_given_the_tokens_that_it_needs(fault: str) -> None:
+    report = report_of(Dialect(fault=fault))
+    assert outcomes(report)["JSON mode"] is Outcome.SANE, report
 
 
 @pytest.mark.parametrize("model", ["stories260K", "stories3M", "quantized"])
