@@ -13,6 +13,7 @@ from ...base.progress import Progress, ProgressUpdate, as_progress
 from ..base.chat_template import Message, for_template, images_of, render_chat, renders_text
 from ..base.image_input import NO_IMAGES
 from ..base.sampling_params import SamplingParams
+from ..base.turns import TurnReader
 from ..config.config import EngineConfig
 from ..multimodal.open import ImagePrompt, prepare_prompt
 from ..scheduling.outputs import Completion, GenerationResult, RequestOutput
@@ -116,8 +117,9 @@ class LLM:
         images = [source for message in talk for source in images_of(message)]
         # Templates of some image-text models read lists of parts alone.
         takes_images = self.engine.images.processor is not None
-        as_parts = bool(images) or (takes_images and not renders_text(tokenizer))
-        turns = [for_template(message, as_parts=as_parts) for message in talk]
+        reads_parts = takes_images and not renders_text(tokenizer)
+        turns = [for_template(message, as_parts=bool(images) or reads_parts) for message in talk]
+        turns = TurnReader(tokenizer, template, as_parts=reads_parts).read(turns)
         text = render_chat(tokenizer, turns, options, template=template)
         # A model's template writes the special tokens itself.
         is_plain = template is None and not tokenizer.chat_template

@@ -16,6 +16,7 @@ from fastapi import Request, Response
 from ....base.errors import BadInput
 from ...base.image_input import NO_IMAGES
 from ...base.sampling_params import SamplingParams
+from ...base.turns import nearest_effort
 from ...multimodal.processor import PreparedPrompt
 from ...sampling.schema_limits import without_lacking
 from ...scheduling.outputs import Completion, RequestOutput
@@ -30,7 +31,6 @@ from ..protocol.structure import Constraint
 from ..requests.request_record import record_of
 from .service import Asked, Generation, ResponseContext, Service, Usage
 from .tokenization import Tokenization
-from .turns import nearest_effort
 
 _log = logging.getLogger(__name__)
 

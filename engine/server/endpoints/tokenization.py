@@ -14,6 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ....base.errors import BadInput, ContextOverflow
 from ...base.chat_template import render_chat, renders_text
+from ...base.turns import HARMONY_EFFORTS, TurnReader, with_one_call_a_turn
 from ..parsing.formats import (
     HARMONY,
     ReasoningFormat,
@@ -25,13 +26,6 @@ from ..protocol.chat_protocol import ChatMessage, Tool
 from ..protocol.errors import bad_field
 from ..protocol.generation_protocol import Prompt
 from .capabilities import SizedPool
-from .turns import (
-    HARMONY_EFFORTS,
-    efforts_of,
-    keeps_system_turns,
-    with_one_call_a_turn,
-    with_one_system_turn,
-)
 
 MAX_PAIR_CHARACTERS = 16 << 20
 """Limit of all pairs of a request: the tokenizer has one thread."""
@@ -103,6 +97,7 @@ class Tokenization:
         self._texts: dict[int, TokenText] = {}
         # Templates of some image-text models read lists of parts alone.
         self._as_parts = takes_images and not renders_text(self._tokenizer)
+        self._reader = TurnReader(self._tokenizer, as_parts=self._as_parts)
         self.stop_texts = tuple(
             self.decode([token], skip_special_tokens=False) for token in end_token_ids
         )
@@ -130,16 +125,10 @@ class Tokenization:
         before, after, between = self.fill_markers
         return f"{before}{prompt}{after}{suffix}{between}"
 
-    @cached_property
+    @property
     def efforts(self) -> tuple[str, ...]:
         """Reasoning efforts that the chat template takes."""
-        if self.tool_format is HARMONY:
-            return HARMONY_EFFORTS
-        return efforts_of(self._tokenizer, as_parts=self._as_parts)
-
-    @cached_property
-    def _keeps_system_turns(self) -> bool:
-        return keeps_system_turns(self._tokenizer, as_parts=self._as_parts)
+        return HARMONY_EFFORTS if self.tool_format is HARMONY else self._reader.efforts
 
     @property
     def takes_tools(self) -> bool:
@@ -333,14 +322,9 @@ class Tokenization:
     ) -> str:
         described: Any = [tool.for_template() for tool in tools] or None
         turns = [message.for_template(as_parts=self._as_parts) for message in messages]
-        if any(turn["role"] == "system" for turn in turns[1:]) and not self._keeps_system_turns:
-            turns = with_one_system_turn(turns)
+        turns = self._reader.read(turns)
         if self.tool_format is HARMONY:
             turns = with_one_call_a_turn(turns)
-        if "items" in self.template_text:  # it goes through the arguments of calls
-            for function in (call["function"] for t in turns for call in t.get("tool_calls", ())):
-                if not isinstance(function["arguments"], dict):
-                    function["arguments"] = {"arguments": function["arguments"]}
         if guarded:
             described = self._guard.broken(described)
             turns = [t if t["role"] == "assistant" else self._guard.broken(t) for t in turns]

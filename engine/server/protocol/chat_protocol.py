@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -94,14 +93,6 @@ class ToolCall(BaseModel):
     type: Literal["function"] = "function"
     function: FunctionCall
 
-    def for_template(self) -> dict[str, Any]:
-        """The call with its arguments as an object, as chat templates expect it; what was cut off as text."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = self.function.arguments
-        return chat_call(self.id, self.function.name, arguments)
-
 
 class ChatMessage(BaseModel):
     """A message of a conversation: text, images, tool calls, or a tool's result."""
@@ -158,7 +149,7 @@ class ChatMessage(BaseModel):
         role = "system" if self.role == "developer" else self.role
         fields: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
-            fields["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            fields["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 fields[name] = value

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.base.turns import with_one_system_turn
 from llmopt.engine.server.endpoints.capabilities import default_sampling
 from llmopt.engine.server.endpoints.tokenization import SpecialTexts, Tokenization
-from llmopt.engine.server.endpoints.turns import with_one_system_turn
 from llmopt.engine.server.protocol.chat_protocol import ChatRequest
 from llmopt.quant.gguf.container import write_gguf
 from llmopt.quant.source.load_processor import load_tokenizer
