@@ -361,11 +361,9 @@ class ChatRequest(PromptEnd, GenerationRequest):
         return self._sampling_params(self.max_tokens if limit is None else limit, num_scored)
 
 
-_SHARED = ("$defs", "definitions")
-
-
 def calls_schema(request: ChatRequest) -> dict[str, Any]:
-    """JSON schema of `[{"name": ..., "arguments": {...}}, ...]`, which the format `FORCED` parses."""
+    """JSON schema of `[{"name": ..., "arguments": {...}}, ...]`, which the format `FORCED` parses. Raises
+    `ApiError`: as `either_schema`."""
     tools, choice = request.usable_tools, request.tool_choice
     is_single = isinstance(choice, NamedTool) or request.parallel_tool_calls is False
     if isinstance(choice, NamedTool):
@@ -376,9 +374,7 @@ def calls_schema(request: ChatRequest) -> dict[str, Any]:
         parameters = dict(tool.function.parameters or {"type": "object"})
         # Only declared arguments are allowed, unless the schema permits others.
         parameters.setdefault("additionalProperties", False)
-        for key in _SHARED:
-            if isinstance(parameters.get(key), dict):
-                shared.setdefault(key, {}).update(parameters.pop(key))
+        _share(parameters, shared)
         properties = {"name": {"const": tool.function.name}, "arguments": parameters}
         call = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
         calls.append({**call, "additionalProperties": False})
@@ -387,13 +383,18 @@ def calls_schema(request: ChatRequest) -> dict[str, Any]:
 
 
 def either_schema(answer: dict[str, Any], calls: dict[str, Any]) -> dict[str, Any]:
-    """JSON schema of an answer or of calls; their definitions must stand at the root. Raises `ApiError`: both
-    define something else under one name."""
+    """JSON schema of an answer or of calls. Raises `ApiError`: both define something else under one name."""
     shared: dict[str, Any] = {}
     answer, calls = dict(answer), dict(calls)
-    for part in (answer, calls):
-        for key in _SHARED:
-            for name, value in (part.pop(key, None) or {}).items():
+    _share(answer, shared)
+    _share(calls, shared)
+    return {**shared, "anyOf": [answer, calls]}
+
+
+def _share(schema: dict[str, Any], shared: dict[str, Any]) -> None:
+    """Move a schema's definitions to those at the root, where references find them."""
+    for key in ("$defs", "definitions"):
+        if isinstance(schema.get(key), dict):
+            for name, value in schema.pop(key).items():
                 if shared.setdefault(key, {}).setdefault(name, value) != value:
                     raise bad_field("tools", f"{key}/{name} has two meanings")
-    return {**shared, "anyOf": [answer, calls]}

@@ -294,6 +294,54 @@ def test_a_keyword_that_is_not_enforced_leaves_the_others(
     assert parameters == {"type": "object", "properties": {"a": keywords}}
 
 
+@pytest.mark.parametrize(
+    ("keywords", "complaint"),
+    [
+        ({"uniqueItems": True, "type": "array"}, "a: Unimplemented keys"),
+        ({"not": {"type": "null"}}, "a: Unimplemented keys"),
+        ({"uniqueItems": False, "const": 1}, None),
+        ({"const": {"not": 1, "uniqueItems": True}}, None),
+    ],
+)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_forced_call_keeps_every_keyword_or_is_refused(
+    tooled: RunningServer, keywords: dict[str, Any], complaint: str | None, choice: Any
+) -> None:
+    parameters = {"type": "object", "properties": {"a": keywords}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with tooled.http() as http:
+        body = {"messages": USER, "tools": [tool], "tool_choice": choice, "max_tokens": 200}
+        answer = http.post("/v1/chat/completions", json=body)
+    if complaint is None:
+        (call, *_) = answer.json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"a": keywords["const"]}
+    else:
+        assert answer.status_code == 400 and complaint in answer.json()["error"]["message"]
+
+
+def test_definitions_of_two_forced_tools_stay_their_own(tooled: RunningServer) -> None:
+    def status(*values: int, **fields: Any) -> tuple[int, str]:
+        parameters = [
+            {"properties": {"a": {"$ref": "#/$defs/d"}}, "$defs": {"d": {"const": value}}}
+            for value in values
+        ]
+        tools = [
+            {"type": "function", "function": {"name": f"f{number}", "parameters": part}}
+            for number, part in enumerate(parameters)
+        ]
+        body = {"messages": USER, "tools": tools, "max_tokens": 1, **fields}
+        with tooled.http() as http:
+            answer = http.post("/v1/chat/completions", json=body)
+        return answer.status_code, answer.text
+
+    assert status(1, 1, tool_choice="required")[0] == status(1, 2)[0] == 200
+    code, text = status(1, 2, tool_choice="required")
+    assert code == 400 and "$defs/d has two meanings" in text
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    shape["json_schema"]["schema"]["$defs"] = [1]
+    assert status(1, response_format=shape)[0] in (200, 400)
+
+
 @pytest.mark.parametrize("marker", ["<tool_call><function=", "<|tool_call_start|>"])
 @pytest.mark.parametrize("part", [{"properties": [1]}, {"required": 5, "properties": {"a": {}}}])
 def test_a_schema_that_is_none_leaves_calls_free(marker: str, part: dict[str, Any]) -> None:
