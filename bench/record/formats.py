@@ -126,8 +126,9 @@ def guidellm_requests(row: Row, _: Path) -> list[dict[str, Any]]:
 
 
 def aiperf_requests(_: Row, path: Path) -> list[dict[str, Any]]:
-    """The records of `profile_export.jsonl` next to the summary."""
-    records = path.with_name("profile_export.jsonl")
+    """The records next to the summary: `profile_export.jsonl`, of `--profile-export-prefix` its name's."""
+    usual = {"profile_export_aiperf": "profile_export"}
+    records = path.with_name(f"{usual.get(path.stem, path.stem)}.jsonl")
     table = []
     for record in read_rows(records) if records.is_file() else ():
         if at(record, "metadata.benchmark_phase") == "warmup":
@@ -250,8 +251,8 @@ FORMATS: tuple[Format, ...] = (
         pattern=FLAT,
         values=columns(
             "duration completed total_input_tokens total_output_tokens request_throughput "
-            "input_throughput output_throughput max_output_tokens_per_s max_concurrent_requests "
-            "total_token_throughput=total_throughput"
+            "request_goodput input_throughput output_throughput max_output_tokens_per_s "
+            "max_concurrent_requests total_token_throughput=total_throughput"
         ),
         says=columns(
             "model=server_info.model_path version.sglang=server_info.version "
@@ -294,6 +295,7 @@ FORMATS: tuple[Format, ...] = (
             "total_input_tokens=metrics.prompt_token_count.successful.total_sum "
             "total_output_tokens=metrics.output_token_count.successful.total_sum "
             "request_throughput=metrics.requests_per_second.successful.mean "
+            "request_goodput=metrics.request_goodput.successful.mean "
             "input_throughput=metrics.prompt_tokens_per_second.successful.mean "
             "output_throughput=metrics.output_tokens_per_second.successful.mean "
             "total_token_throughput=metrics.tokens_per_second.successful.mean"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,35 @@ def test_lm_eval_is_paired_by_item() -> None:
 def test_requests_of_equal_prompts_are_paired(tool: str) -> None:
     base, new = (read(name).by_request("ttft_ms") for name in PAIRS[tool][:2])
     assert len(base) == 12 and base.keys() == new.keys()
+
+
+def test_records_of_aiperf_are_those_of_its_prefix(tmp_path: Path) -> None:
+    for prefix, kind in (("profile_export", "base"), ("foo", "new"), ("bar", "")):
+        summary = "profile_export_aiperf" if prefix == "profile_export" else prefix
+        source = RESULTS / "aiperf" / (kind or "base")
+        shutil.copy(source / "profile_export_aiperf.json", tmp_path / f"{summary}.json")
+        if kind:
+            shutil.copy(source / "profile_export.jsonl", tmp_path / f"{prefix}.jsonl")
+    for name, kind in (("profile_export_aiperf", "base"), ("foo", "new")):
+        found = RunData.read(tmp_path / f"{name}.json").by_request("ttft_ms")
+        assert found == read(f"aiperf/{kind}").by_request("ttft_ms") != {}
+    assert RunData.read(tmp_path / "bar.json").by_request("ttft_ms") == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("sglang/base.jsonl", {"request_goodput": 1.5, "slo_attainment": 0.5}),
+        ("guidellm/base.json", {"successful": {"mean": 1.5}}),
+    ],
+)
+def test_goodput_is_read(name: str, change: dict[str, Any], tmp_path: Path) -> None:
+    """SGLang 0.5.23 and GuideLLM 0.8 write it where it was asked for."""
+    row = json.loads((RESULTS / name).read_text())
+    if "benchmarks" in row:
+        row["benchmarks"][0]["metrics"]["request_goodput"] = change
+    (tmp_path / "a.json").write_text(json.dumps(row if "benchmarks" in row else row | change))
+    assert RunData.read(tmp_path / "a.json").result["request_goodput"] == 1.5
 
 
 # {what two runs of a tool wrote here: what its files say of the first}
