@@ -45,14 +45,8 @@ from ...recipes import MODELS as BUNDLED
 from ..base.units import format_gib
 from ..probe.facts import ProbedModel
 from .probed_shape import ProbedShape
-from .weights import (
-    BF16,
-    UNQUANTIZED_BYTES,
-    WeightRecipe,
-    recipe_for,
-    stored_quantization,
-    stored_recipe,
-)
+from .stored_recipe import stored_quantization, stored_recipe
+from .weights import BF16, UNQUANTIZED_BYTES, WeightRecipe, mean_recipe, recipe_for
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -120,8 +114,8 @@ class PlannedModel:
         except BadInput:
             if self.stored_bytes is None:
                 raise
-            method = (stored_quantization(self.config) or {}).get("quant_method")
-            recipe = replace(BF16, name=str(method))
+            method = str((stored_quantization(self.config) or {}).get("quant_method"))
+            recipe = mean_recipe(method, self.shape, self.stored_bytes, self.plain_bytes)
         if self.stored_bytes is None and self.shape.experts is None and recipe.roles == ("expert",):
             raise BadInput("the attention is not quantized: give --weights, or the folder")
         if recipe is BF16 and self.plain_bytes == 4:
@@ -210,7 +204,7 @@ def _published(hub_id: str) -> str | None:
 
 
 def _from_hub(hub_id: str, unknown: str, trust_remote_code: bool) -> PlannedModel:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import get_safetensors_metadata, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
@@ -226,7 +220,16 @@ def _from_hub(hub_id: str, unknown: str, trust_remote_code: bool) -> PlannedMode
         with suppress(EntryNotFoundError):  # most repositories have no such file
             hf_hub_download(hub_id, HF_QUANT_CONFIG, local_files_only=offline)
     config = _with_quantization(config, path.parent)
-    return PlannedModel(hub_id, shape, config, f"the hub, {hub_id}/config.json")
+    model = PlannedModel(hub_id, shape, config, f"the hub, {hub_id}/config.json")
+    try:
+        model.as_stored()
+    except BadInput:  # the headers of the files say what the config does not
+        with suppress(Exception):  # what the hub does not give is refused by name, by `as_stored`
+            files = {} if offline else get_safetensors_metadata(hub_id).files_metadata
+            tensors = (tensor for file in files.values() for tensor in file.tensors.values())
+            spans = [tensor.data_offsets for tensor in tensors]
+            return replace(model, stored_bytes=sum(stop - start for start, stop in spans) or None)
+    return model
 
 
 def _from_file(path: Path, name: str, trust_remote_code: bool) -> PlannedModel:

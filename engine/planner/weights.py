@@ -7,20 +7,17 @@ on disk each begins with a JSON header that lists its tensors by name, nearly a 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
-from typing import Any
 
 from ...base.atomic_io import Entry, file_bytes
 from ...base.errors import BadInput
 from ...quant.families.registry import model_family
 from ...quant.families.shapes import ModelShape, Role, Tensor
-from ...quant.kinds.ggml.scheme import GgufScheme
 
 UNQUANTIZED_BYTES = 2
 WIDENED: tuple[Role, ...] = (
@@ -138,7 +135,6 @@ class WeightRecipe:
 
 
 BF16 = WeightRecipe("bf16", 16)
-_E8P_BITS = {"E8P12": 2, "E8P12RVQ3B": 3, "E8P12RVQ4B": 4}
 # NF4: an 8-bit scale per 64 weights, and a float32 scale per 256 of those.
 _NF4_SCALE_BITS = 8 + Fraction(32, 256)
 RECIPES = {
@@ -159,8 +155,7 @@ RECIPES = {
     )
 }
 _FREE_GROUPS = ("int4", "int8", "gptq")
-_USUAL_SHAPE = (4096, 4096)  # whose bits per weight stand for those of every shape
-_SHAPE_RECORD_BYTES = 16  # compressed-tensors: two int64 next to each packed weight
+SHAPE_RECORD_BYTES = 16  # compressed-tensors: two int64 next to each packed weight
 
 
 def recipe_for(
@@ -231,7 +226,7 @@ def _with_layout(
         recipe,
         zero_bits=0 if symmetric else recipe.bits,
         scale_bits=8 * recipe.plain_bytes,
-        bytes_per_tensor=_SHAPE_RECORD_BYTES,
+        bytes_per_tensor=SHAPE_RECORD_BYTES,
     )
 
 
@@ -255,133 +250,19 @@ def chosen_group(recipe: WeightRecipe, shape: ModelShape, group_size: int | None
     return group_size
 
 
-def stored_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a checkpoint; of a wrapped model it may be its text model's."""
-    text = config.get("text_config") or {}
-    return config.get("quantization_config") or text.get("quantization_config")
-
-
-def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
-    """The recipe of a checkpoint, from its `quantization_config`; bf16 without one. Raises BadInput: an
-    unsupported quantization."""
-    stored = stored_quantization(config)
-    if not stored:
-        return BF16
-    method = stored.get("quant_method")
-    if method in ("awq", "gptq"):
-        bits, roles = stored.get("bits", stored.get("w_bit", 4)), _roles(stored)
-        group = stored.get("group_size", stored.get("q_group_size", 128))
-        rules = (stored.get("dynamic") or {}).values()
-        if any(rule and rule.get("bits", bits) != bits for rule in rules):
-            raise BadInput("the checkpoint's dynamic gives some modules other bits: give --weights")
-        sizes = {"zero_bits": bits, "bytes_per_input": 4 * (method == "gptq")}  # with g_idx
-        return WeightRecipe(f"int{bits}", bits, group, roles=roles, **sizes)
-    if method == "mxfp4":  # gpt-oss: the experts alone, a shared 8-bit exponent per 32 values
-        return WeightRecipe("mxfp4", 4, group_size=32, scale_bits=8, roles=("expert",))
-    if method == "fp8":
-        rows, columns = stored.get("weight_block_size") or (1, -1)
-        return WeightRecipe("fp8", 8, columns, rows, scale_bits=32, roles=_roles(stored))
-    if method == "compressed-tensors":
-        return _compressed_tensors(stored)
-    if method == "modelopt":
-        return _modelopt(stored)
-    if method == "exl3":
-        return _exl3(stored)
-    if method == "gguf":
-        return _gguf(stored)
-    if method == "QUiP" and stored.get("codebook") in _E8P_BITS:
-        bits = _E8P_BITS[stored["codebook"]]
-        return WeightRecipe(f"e8p{bits}", bits, bytes_per_input=2, bytes_per_tensor=4)
-    from ...quant.kinds.registry import classes_in
-
-    for kind in classes_in(str(method)):
-        scheme = kind.from_config(stored)
-        if scheme is not None:
-            width = scheme.bits_per_weight(*_USUAL_SHAPE)
-            return WeightRecipe(scheme.label, Fraction(width).limit_denominator(1024))
-    raise BadInput(f"the checkpoint's quant_method {method!r} is not known here: give --weights")
-
-
-def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
-    groups = stored.get("config_groups") or {}
-    weights = [group.get("weights") or {} for group in groups.values()]
-    if len(weights) != 1 or "num_bits" not in weights[0]:
-        raise BadInput("the checkpoint mixes several quantization groups: give --weights")
-    scheme = weights[0]
-    bits, kind = scheme["num_bits"], scheme.get("type", "int")
-    if (bits, kind) == (4, "float"):
-        inputs = any(group.get("input_activations") for group in groups.values())
-        return _fp4("nvfp4" if scheme.get("group_size") == 16 else "mxfp4", inputs)
-    zero_bits = 0 if scheme.get("symmetric", True) else bits
-    name = f"{'fp' if kind == 'float' else 'int'}{bits}"
-    shape = _SHAPE_RECORD_BYTES if stored.get("format") == "pack-quantized" else 0
-    group, roles = scheme.get("group_size") or -1, _roles(stored)
-    return WeightRecipe(name, bits, group, zero_bits=zero_bits, bytes_per_tensor=shape, roles=roles)
-
-
-# An attention, or its projections but the small ones of a linear attention, in a list of plain modules.
-_LEFT_OUT = re.compile(r"attn(?:$|\W*\*|\.(?:q|q_b|qkv|o|in_proj_qkvz?|out)(?:_proj)?$)")
-_OTHERS = re.compile(r"vision|visual|audio|talker|code2wav|encoder|mtp")
-
-
-def _roles(fields: Mapping[str, Any]) -> tuple[Role, ...]:
-    """Quantized roles: experts alone where the attention is left out (Kimi-K2.5, NVIDIA's NVFP4, Qwen3.5)."""
-    keys = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
-    names = [str(name) for key in keys for name in fields.get(key) or ()]
-    names += [rule for rule in fields.get("dynamic") or () if rule.startswith("-:")]
-    left_out = [name for name in names if _LEFT_OUT.search(name) and not _OTHERS.search(name)]
-    layers = {name.partition("layers.")[2].partition(".")[0] for name in left_out}
-    return ("expert",) if "" in layers or len(layers) > 1 else ("linear", "expert")
-
-
-def _gguf(stored: Mapping[str, Any]) -> WeightRecipe:
-    """The blocks of most tensors."""
-    types = list((stored.get("types") or {}).values())
-    if not types:
-        raise BadInput("the checkpoint's quantization_config has no types: give --weights")
-    scheme = GgufScheme(max(sorted(set(types)), key=types.count))
-    weights, num_bytes = scheme.block
-    scale_bits = 8 * num_bytes - scheme.bits * weights
-    return WeightRecipe(scheme.type, scheme.bits, group_size=weights, scale_bits=scale_bits)
-
-
-def _exl3(stored: Mapping[str, Any]) -> WeightRecipe:
-    """Mean bits of the linears, by their stored tensors where the config lists them, and the head's."""
-    weights = num_words = 0
-    for module, entry in (stored.get("tensor_storage") or {}).items():
-        tensor = (entry.get("stored_tensors") or {}).get(f"{module}.trellis")
-        if tensor and module != "lm_head":
-            inputs, outputs, length = tensor["shape"]  # tiles of 256 weights, in int16 words
-            weights += inputs * outputs * 256
-            num_words += inputs * outputs * length
-    bits = Fraction(16 * num_words, weights) if weights else Fraction(stored.get("bits", 16))
-    return WeightRecipe(
-        f"trellis{float(bits):.4g}",
-        bits,
-        bytes_per_input=2,
-        bytes_per_tensor=4 * (stored.get("codebook") in ("mcg", "mul1")),  # its multiplier
-        head_bits=stored.get("head_bits", 16),
-    )
-
-
-def _modelopt(stored: Mapping[str, Any]) -> WeightRecipe:
-    fields = stored.get("quantization") or stored
-    algorithm = str(fields.get("quant_algo")).upper()
-    if algorithm in ("NVFP4", "W4A16_NVFP4"):
-        return replace(_fp4("nvfp4", algorithm == "NVFP4"), roles=_roles(fields))
-    if algorithm == "FP8":
-        return WeightRecipe("fp8", 8, scale_bits=0, bytes_per_tensor=8, roles=_roles(fields))
-    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
-        return WeightRecipe("fp8", 8, scale_bits=32, roles=_roles(fields))
-    if algorithm == "FP8_PB_WO":
-        return replace(RECIPES["fp8-block"], roles=_roles(fields))
-    raise BadInput(f"ModelOpt's quant_algo {algorithm} is not known here: give --weights")
-
-
-def _fp4(name: str, inputs: bool) -> WeightRecipe:
-    """NVFP4 or MXFP4; NVFP4's quantized inputs have a global scale next to the weight's."""
-    recipe = RECIPES[name]
-    return replace(recipe, bytes_per_tensor=recipe.bytes_per_tensor * (1 + inputs))
+def mean_recipe(name: str, shape: ModelShape, stored_bytes: int, plain_bytes: int) -> WeightRecipe:
+    """The recipe of a quantization that is known by the bytes of its files alone: the mean bits of linears
+    and experts, and of head and embedding too if linears would have less than one bit."""
+    plain = replace(BF16, plain_bytes=plain_bytes)
+    saved_bits = 8 * (plain.bytes_of(shape.tensors()) - stored_bytes)
+    for tables in ((), ("head", "embedding")):
+        roles = (*plain.roles, *tables)
+        elements = sum(t.num_elements * t.count for t in shape.tensors() if t.role in roles)
+        bits = 8 * plain_bytes - Fraction(saved_bits, elements or 1)
+        if 1 <= bits < 16:
+            others = bits if tables else 16
+            return WeightRecipe(name, bits, scale_bits=0, head_bits=others, embedding_bits=others)
+    return replace(BF16, name=name)
 
 
 def weight_bytes(shape: ModelShape, recipe: WeightRecipe) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ....base.errors import BadInput
 from ...base.scheme import Scheme
@@ -46,6 +46,13 @@ class CodebookScheme(Scheme):
 
     def run_length(self, in_features: int) -> int:
         return self.block_size if in_features % self.block_size == 0 else in_features
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Scheme | None:
+        if not (config.get("load_in_4bit") or config.get("_load_in_4bit")):
+            return None
+        double_quant = bool(config.get("bnb_4bit_use_double_quant"))
+        return cls(config.get("bnb_4bit_quant_type", "fp4"), double_quant=double_quant)
 
     @classmethod
     def nearest_to(cls, other: Scheme) -> Iterator[tuple[int, Scheme]]:

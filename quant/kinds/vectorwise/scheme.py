@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...base.scheme import Activations, Scheme
 
@@ -28,6 +28,10 @@ class VectorwiseScheme(Scheme):
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
         return 8 + 32 / in_features
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Scheme | None:
+        return cls() if config.get("load_in_8bit") or config.get("_load_in_8bit") else None
 
     @classmethod
     def nearest_to(cls, other: Scheme) -> Iterator[tuple[int, Scheme]]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from llmopt.base.errors import BadInput
 from llmopt.engine.base.units import format_gib, format_tokens, parse_bytes, parse_tokens
 from llmopt.engine.planner.catalog import facts_of, find_model
 from llmopt.engine.planner.devices import DEFAULT_DEVICES, choose_devices, devices, find_device
-from llmopt.engine.planner.weights import BF16
+from llmopt.engine.planner.weights import BF16, lighter_recipes, weight_bytes_per_rank
 from llmopt.quant.formats.registry import quantized_modules
 from llmopt.quant.model.checkpoint import HF_QUANT_CONFIG, Checkpoint
 from llmopt.quant.source.models import refuse_plain
 from llmopt.recipes import MODELS
+from safetensors.torch import save_file
 
 
 def test_an_alias_says_what_it_means() -> None:
@@ -95,6 +98,38 @@ def test_a_fetched_config_is_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert [name for _, name in asked] == ["config.json", HF_QUANT_CONFIG]
     assert (model.name, model.shape) == ("someone/Some-Model", find_model("stories3M").shape)
     assert model.stored_bytes is None
+
+
+@pytest.mark.parametrize("bits", [3, 6])
+def test_bytes_of_files_say_what_an_unknown_method_stores(
+    bits: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Files of a method of tomorrow, here and on the hub, have the mean bits of their linears."""
+    import huggingface_hub
+
+    shape = find_model("stories3M").shape
+    linears = sum(t.num_elements * t.count for t in shape.tensors() if t.role == "linear")
+    size = 2 * shape.num_parameters - linears * (16 - bits) // 8
+    config = json.loads((MODELS / "stories3M" / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "of tomorrow"}}))
+    save_file({"codes": torch.zeros(size, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    headers = huggingface_hub.utils.SafetensorsFileMetadata(
+        {}, {"codes": huggingface_hub.utils.TensorInfo("U8", [size], (0, size))}
+    )
+    files = SimpleNamespace(files_metadata={"model.safetensors": headers})
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(path))
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda _: files)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    for name in (str(tmp_path), "someone/Some-Model"):
+        recipe = find_model(name).as_stored()
+        assert (recipe.label, recipe.bits, recipe.stored_bytes) == ("of tomorrow", bits, size)
+        assert weight_bytes_per_rank(shape, recipe, 1) == size
+        lighter = lighter_recipes(recipe, shape, 2)
+        assert [other.name for other in lighter] == (["int4"] if bits == 6 else [])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(BadInput, match="'of tomorrow' is not known here"):
+        find_model("someone/Some-Model").as_stored()
 
 
 def test_modelopts_own_file_alone_says_how_weights_are_stored(tmp_path: Path) -> None:

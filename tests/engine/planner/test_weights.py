@@ -11,13 +11,13 @@ from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.devices import find_device
 from llmopt.engine.planner.plan import make_plan
 from llmopt.engine.planner.setup import PlannedWorkload, Setup
+from llmopt.engine.planner.stored_recipe import stored_recipe
 from llmopt.engine.planner.weights import (
     BF16,
     GROUP_SIZES,
     RECIPES,
     check_groups,
     recipe_for,
-    stored_recipe,
     weight_bytes,
     weight_bytes_per_rank,
 )
@@ -126,6 +126,19 @@ def test_group_size_falls_to_the_largest_that_divides() -> None:
         recipe_for("int3", shape("llama-3.1-8b"))
 
 
+BNB_4BIT = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def quark(dtype: str, scheme: str, group: int | None = None, **fields: Any) -> dict[str, Any]:
+    weight = {"dtype": dtype, "qscheme": scheme, "group_size": group, **fields}
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight}}
+
+
+def tensors_of(weights: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    groups = {"group_0": {"weights": weights}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups, **fields}
+
+
 @pytest.mark.parametrize(
     ("stored", "label", "bits_a_weight"),
     [
@@ -159,6 +172,45 @@ def test_group_size_falls_to_the_largest_that_divides() -> None:
             "trellis2.625 per channel",
             2.625 + 16 / 1024 + 16 / 4096,
         ),
+        # Unsloth's and transformers' 4-bit files, LLM.int8(), Intel's, AMD's, HQQ's, Meta's and PyTorch's.
+        (BNB_4BIT, "nf4 b64", 4.5),
+        ({**BNB_4BIT, "bnb_4bit_use_double_quant": True}, "nf4 b64 double", 4 + (8 + 1 / 8) / 64),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "llm.int8 t6", 8 + 32 / 4096),
+        (
+            {"quant_method": "auto-round", "bits": 2, "group_size": 64, "sym": True},
+            "int2 g64 asymmetric",
+            2 + 18 / 64,
+        ),
+        (quark("fp4", "per_group", 32), "mxfp4 g32", 4.25),
+        (quark("fp8_e4m3", "per_tensor"), "fp8 per channel", None),
+        (quark("uint4", "per_group", 128, symmetric=False), "int4 g128 asymmetric", 4 + 20 / 128),
+        (
+            {
+                "quant_method": "hqq",
+                "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64}},
+            },
+            "int4 g64 asymmetric",
+            4.5,
+        ),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "fp8 per channel", None),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {
+                    "default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}}
+                },
+            },
+            "int4 g32 asymmetric",
+            5.0,
+        ),
+        ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, "nvfp4 g16", 4.5),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "mxfp8 g32", 8.25),
+        (tensors_of({"num_bits": 8, "type": "float", "group_size": 32}), "mxfp8 g32", 8.25),
+        (
+            tensors_of({"num_bits": 8, "type": "float", "block_structure": [128, 128]}),
+            "fp8 g128",
+            8 + 16 / 128**2,
+        ),
     ],
 )
 def test_a_checkpoint_says_how_it_is_stored(
@@ -186,6 +238,21 @@ def test_unknown_quantization_is_refused() -> None:
     assert stored_recipe({}) == BF16
     with pytest.raises(BadInput, match="'hqq' is not known"):
         stored_recipe({"quantization_config": {"quant_method": "hqq"}})
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}}
+    by_layer = {"quant_method": "auto-round", "bits": 4, "extra_config": {"lm_head": {"bits": 8}}}
+    unsloths = {**BNB_4BIT, "llm_int8_skip_modules": ["lm_head", "model.layers.1.self_attn"]}
+    several = {**quark("fp4", "per_group", 32), "layer_quant_config": {"*q_proj": {}}}
+    refused = (
+        (mixed, "quant_algo MIXED_PRECISION is not known"),
+        (by_layer, "gives some modules other bits"),
+        ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type 'mx_fp'"),
+        (unsloths, "leaves modules of some layers plain"),
+        (several, "'quark' is not known"),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "'torchao' is not known"),
+    )
+    for stored, reason in refused:
+        with pytest.raises(BadInput, match=f"{reason}.*give --weights"):
+            stored_recipe({"quantization_config": stored})
 
 
 def test_ranks_split_linears_and_repeat_the_rest() -> None:
@@ -247,6 +314,9 @@ def test_an_attention_that_is_left_out_is_not_counted_as_quantized() -> None:
         assert stored_recipe({"quantization_config": stored | fields}).roles == ("expert",)
         others = stored | {"modules_to_not_convert": small, "dynamic": {"-:.*mtp.*attn.*": {}}}
         assert stored_recipe({"quantization_config": others}).roles == ("linear", "expert")
+    for stored in (tensors_of({"num_bits": 4, "type": "float", "group_size": 16}), BNB_4BIT):
+        lists = {"ignore": attention, "llm_int8_skip_modules": ["self_attn"]}
+        assert stored_recipe({"quantization_config": stored | lists}).roles == ("expert",)
     mixed = {"quant_method": "gptq", "bits": 4, "dynamic": {r"+:.*\.down_proj": {"bits": 8}}}
     with pytest.raises(BadInput, match="other bits: give --weights"):
         stored_recipe({"quantization_config": mixed})

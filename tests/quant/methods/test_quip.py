@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.base.errors import BadInput
-from llmopt.engine.planner.weights import stored_recipe
+from llmopt.engine.planner.stored_recipe import stored_recipe
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
 from llmopt.quant.methods.options import SchemeOptions

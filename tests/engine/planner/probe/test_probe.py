@@ -18,7 +18,8 @@ from llmopt.engine.planner.cache_size import kv_dtype
 from llmopt.engine.planner.catalog import find_model, shape_of, table_configs
 from llmopt.engine.planner.engine_rules import RULES, CacheKnobs
 from llmopt.engine.planner.probed_shape import ProbedShape
-from llmopt.engine.planner.weights import stored_recipe, weight_bytes
+from llmopt.engine.planner.stored_recipe import stored_recipe
+from llmopt.engine.planner.weights import weight_bytes
 from llmopt.engine.probe.facts import CachedTensor, ProbedModel
 from llmopt.engine.probe.measure import DataFreeMode, cache_shapes
 from llmopt.engine.probe.oracle import probe
