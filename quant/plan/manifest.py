@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...base.atomic_io import raw_bytes
+from ...base.atomic_io import entry_bytes, raw_bytes
 from ..check.engines import loaders
 from ..check.loaders import loads_in
 from ..kinds.base.tensor import QuantizedTensor
@@ -19,7 +19,7 @@ from ..model.checkpoint import MANIFEST_NAME
 from ..model.parameters import by_kind
 from .journal import sha256_of, sha256_of_file
 from .plan import QuantizePlan, stored
-from .selection import BYTES_OF, PROJECTOR, TEXT, VISION, part_of
+from .selection import PROJECTOR, TEXT, VISION, part_of
 
 CARD_NAME = "README.md"
 
@@ -218,10 +218,7 @@ def part_reports(
         return []
     by_module = {name.rpartition(".")[0]: part for name, part in parts.items()}
     checkpoint = plan.checkpoint
-    sizes = {
-        name: prod(checkpoint.shape(name)) * BYTES_OF.get(checkpoint.dtype_name(name), 1)
-        for name in checkpoint.names
-    }
+    sizes = {name: entry_bytes(checkpoint.entry(name)) for name in checkpoint.names}
     codes = {f"{module}.weight" for module in plan.modules}
     after = {name: size for name, size in sizes.items() if name not in codes} | dict(stored)
     records = {module["module"]: module for module in modules}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from llmopt.quant.pipeline.preflight import preflight
 from llmopt.quant.pipeline.prepare import prepare
 from llmopt.quant.plan.journal import Journal
 from llmopt.quant.plan.request import QuantizeRequest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from ...support.dequantized import dequantized_model
@@ -161,6 +162,19 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     result = quantize(replace(request, output=tmp_path / "cut"))
     assert result.resumed_layers == layers
     assert digests(result.output) == digests(whole)
+
+
+def test_a_tensor_of_whole_numbers_is_counted_by_its_bytes(model: Path, tmp_path: Path) -> None:
+    """Some vision towers store their position ids, which are int64."""
+    source = tmp_path / "source"
+    shutil.copytree(model, source)
+    (path,) = source.glob("*.safetensors")
+    before = load_file(path) | {"model.visual.position_ids": torch.arange(100)}
+    save_file(before, path, {"format": "pt"})
+    result = quantize(asked(source, tmp_path / "out", errors=False))
+    parts, after = result.manifest["parts"], tensors(result.output)
+    assert sum(p["source_bytes"] for p in parts) == sum(t.nbytes for t in before.values())
+    assert sum(p["bytes"] for p in parts) == sum(t.nbytes for t in after.values())
 
 
 def test_the_preflight_tells_the_parts_apart(model: Path, tmp_path: Path) -> None:
