@@ -198,12 +198,14 @@ def _journal(session: Session) -> Journal:
 
 
 def _check_space(session: Session, journal: Journal) -> None:
-    """Raises BadInput when the disk cannot hold the results and the hidden states of two layers."""
+    """Raises BadInput when the disk cannot hold the results and the hidden states of two layers. A GGUF file
+    is written next to its layers."""
     plan, calibration = session.plan, session.calibration
     hidden_bytes = 2 * 4 * calibration.num_tokens * session.stream.hidden_size
     rest = plan.checkpoint.weight_bytes - plan.plain_bytes
-    needed = len(plan.formats) * (plan.quantized_bytes + rest + _SLACK_BYTES) + hidden_bytes
-    needed -= sum(
+    copies = sum(1 + (form.name == "gguf") for form in plan.formats)
+    needed = len(plan.formats) * (rest + _SLACK_BYTES) + copies * plan.quantized_bytes
+    needed += hidden_bytes - sum(
         shard["bytes"] for record in journal.layers for shard in record["shards"].values()
     )
     free = shutil.disk_usage(journal.folder).free

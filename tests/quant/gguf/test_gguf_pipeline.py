@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from llmopt.base.errors import BadInput
@@ -13,11 +15,12 @@ from llmopt.quant.gguf.checkpoint import GgufCheckpoint
 from llmopt.quant.gguf.container import GgufFile
 from llmopt.quant.gguf.imatrix import read_imatrix
 from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.pipeline import pipeline
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.source.models import open_checkpoint
 
-from ...support.gguf_support import random_model, write_model
+from ...support.gguf_support import STORIES, random_model, write_model
 
 
 @pytest.mark.sweep(1)
@@ -51,6 +54,27 @@ def test_importance_mix_and_proof(tmp_path: Path, name: str, kind: str) -> None:
         assert tensors["blk.1.ffn_up.weight"] == ("IQ2_S", (1024, 256))
         assert means["blk.1.ffn_up.weight"].shape == (1, 256)
     assert verify(tmp_path / "out").status == PROVEN
+
+
+def test_space_is_needed_for_the_file_next_to_its_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers stay until the file that is assembled of them is whole."""
+    sizes: list[int] = []
+
+    def measured(journal: pipeline.Journal, output: Path) -> None:
+        sizes.append(sum(p.stat().st_size for p in journal.folder.rglob("*") if p.is_file()))
+        publish(journal, output)
+
+    publish = pipeline.Journal.publish
+    monkeypatch.setattr(pipeline.Journal, "publish", measured)
+    options: dict[str, Any] = {"method": "rtn", "format": "gguf", "num_samples": 2, "seq_len": 8}
+    quantize(QuantizeRequest(STORIES, tmp_path / "out", **options))
+    monkeypatch.setattr(pipeline, "_SLACK_BYTES", 0)
+    usage = SimpleNamespace(free=sizes[0] - 2**20)  # without the small files
+    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(BadInput, match="no space for the result"):
+        quantize(QuantizeRequest(STORIES, tmp_path / "again", **options))
 
 
 def test_sampling_goes_over_and_back(model_copy: Path, tmp_path: Path) -> None:
