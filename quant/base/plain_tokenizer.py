@@ -123,8 +123,12 @@ def quiet(tokenizer: Any) -> Any:
 
 
 def processor_template(folder: Path) -> Any:
-    """The chat template of a folder's processor, for a tokenizer that has none (Mistral Small 3.1)."""
-    for file in (folder / "chat_template.json", folder / "processor_config.json"):
+    """The chat template of a folder, for a tokenizer that has none: a processor's (Mistral Small 3.1), or the
+    one next to a GGUF file."""
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text(encoding="utf-8")
+    for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
+        file = folder / name
         content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         template = content.get("chat_template")
         if isinstance(template, list):

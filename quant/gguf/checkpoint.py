@@ -18,13 +18,13 @@ from ...base.errors import BadInput
 from ..kinds.ggml.formats import BLOCKS_SUFFIX
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from ..kinds.ggml.tensor import GgufTensor, dequantize_blocks
-from ..model.checkpoint import Checkpoint, files_of
+from ..model.checkpoint import TOKENIZER_FILES, Checkpoint, files_of
 from .architecture import ROPE_FACTORS, family_rules, from_gguf, permuted_heads, to_halves
 from .container import ALIGNMENT, TYPE_SIZES, GgufFile, TensorInfo
-from .keys import end_tokens, stored_sampling
+from .keys import TOKENIZER, end_tokens, stored_sampling
 from .mix import file_type
 from .read_config import stored_config
-from .read_tokenizer import read_tokenizer
+from .read_tokenizer import own_tokenizer
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED_AS = {"float32": "F32", "float16": "F16"}
@@ -78,9 +78,9 @@ class GgufCheckpoint(Checkpoint):
             self.config["quantization_config"] = {"quant_method": "gguf", "types": types}
         self._heads = permuted_heads(self.config)
         self.shard_of = dict.fromkeys(self._infos, self.path.name)
-        if not (self.folder / "tokenizer.json").is_file():
-            keys = self._file.metadata.items()
-            self.source_tokenizer = {k: v for k, v in keys if k.startswith("tokenizer.")}
+        keys = {k: v for k, v in self._file.metadata.items() if k.startswith("tokenizer.")}
+        if f"{TOKENIZER}.tokens" in keys or not (self.folder / "tokenizer.json").is_file():
+            self.source_tokenizer = keys
 
     def generation_config(self) -> dict[str, Any]:
         """The file next to it, over the sampling of its keys."""
@@ -90,13 +90,14 @@ class GgufCheckpoint(Checkpoint):
         return super().end_token_ids() | frozenset(end_tokens(self._file.metadata))
 
     def companions(self) -> dict[str, bytes]:
-        """The files next to it, and the sampling and the tokenizer of its keys where none is there."""
+        """The files next to it, the tokenizer of its keys, and their sampling where none is there."""
         files = super().companions()
         if generation := self.generation_config():
             files.setdefault("generation_config.json", json.dumps(generation).encode())
-        if self.source_tokenizer is not None:
+        if (tokenizer := own_tokenizer(self._file)) is not None:
+            files = {n: d for n, d in files.items() if not any(map(Path(n).match, TOKENIZER_FILES))}
             with tempfile.TemporaryDirectory() as folder:
-                read_tokenizer(self._file).save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
                 files |= files_of(Path(folder))
         return files
 

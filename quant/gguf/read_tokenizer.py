@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import BadInput
-from ..base.plain_tokenizer import PlainTokenizer
+from ..base.plain_tokenizer import PlainTokenizer, processor_template
 from .container import GgufFile
 from .keys import (
     END_KINDS,
@@ -45,6 +45,20 @@ _READ_ELSEWHERE = (
     *(f"{kind}_token_id" for kind in END_KINDS),
     *(OLLAMAS_ENDS, "merges", "scores", "add_space_prefix"),
 )
+
+
+def own_tokenizer(file: GgufFile) -> PlainTokenizer | None:
+    """A file's own tokenizer, as llama.cpp takes it, with the folder's chat template if it has none. None
+    where it is not read here and a tokenizer.json is next to it; else BadInput."""
+    folder = file.path.parent
+    try:
+        tokenizer = read_tokenizer(file)
+    except BadInput:
+        if (folder / "tokenizer.json").is_file():
+            return None
+        raise
+    tokenizer.chat_template = tokenizer.chat_template or processor_template(folder)
+    return tokenizer
 
 
 def read_tokenizer(file: GgufFile) -> PlainTokenizer:

@@ -121,7 +121,7 @@ class Checkpoint:
     Attributes:
         path: the folder, or the single file, that was opened.
         source_type: type of the GGUF file that the weights are dequantized from; None: they are as stored.
-        source_tokenizer: the keys of that file for its tokenizer, where no tokenizer.json lies next to it.
+        source_tokenizer: the keys of a GGUF file for its tokenizer; None: a tokenizer.json has it.
         notes: notes for the user, where its tensors are not read as they are on disk.
         trust_remote_code: True if code that the checkpoint brings may be run, to build its model.
     """

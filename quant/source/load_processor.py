@@ -17,16 +17,17 @@ from .tokenizer_file import as_in_file
 
 
 def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
-    """Tokenizer of a model from `resolve_model`, or a GGUF file's, by tokenizer.json or its keys. BadInput:
-    it does not load. Code of the checkpoint runs only where it is trusted."""
+    """Tokenizer of a model from `resolve_model`, or a GGUF file's: of its keys, else of a tokenizer.json.
+    BadInput: it does not load. Code of the checkpoint runs only where it is trusted."""
     file = gguf_file_of(model)
     folder = model if file is None else file.parent
     try:
-        if file is not None and not (folder / "tokenizer.json").is_file():
+        if file is not None:
             from ..gguf.container import GgufFile
-            from ..gguf.read_tokenizer import read_tokenizer
+            from ..gguf.read_tokenizer import own_tokenizer
 
-            return read_tokenizer(GgufFile(file))
+            if (tokenizer := own_tokenizer(GgufFile(file))) is not None:
+                return tokenizer
         tokenizer = _from_folder(folder, trust_remote_code)
         if not getattr(tokenizer, "chat_template", None):
             tokenizer.chat_template = processor_template(folder)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.quant.gguf.container import GgufFile, write_gguf
+from llmopt.quant.gguf.keys import TEMPLATE
 from llmopt.quant.gguf.read_tokenizer import read_tokenizer
 from llmopt.quant.gguf.tokenizer import (
     ADDS_BOS,
@@ -20,9 +21,10 @@ from llmopt.quant.gguf.tokenizer import (
     tokenizer_keys,
 )
 from llmopt.quant.source.load_processor import load_tokenizer
+from llmopt.quant.source.models import open_checkpoint
 from tokenizers import Tokenizer
 
-from tests.support.gguf_support import SPLITS, STORIES, byte_level_tokenizer
+from tests.support.gguf_support import SPLITS, STORIES, byte_level_tokenizer, write_model
 
 TEXTS = (
     "",
@@ -239,6 +241,34 @@ def test_flags_of_tokenizer_config_are_written(
     path.write_text(json.dumps(json.loads(path.read_text()) | flags))
     keys = tokenizer_keys(tmp_path, 500)
     assert keys["tokenizer.ggml.add_bos_token"] is keys["tokenizer.ggml.add_eos_token"] is written
+
+
+def test_files_next_to_a_gguf_file_do_not_replace_its_tokenizer(tmp_path: Path) -> None:
+    """llama.cpp and transformers take the file's own; another one is for a tokenizer that is not read here."""
+    path = write_model(STORIES, tmp_path / "gguf", "Q8_0")
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    alone = Path(shutil.copy(path, folder))
+    ids = load_tokenizer(alone)(TEXTS[1]).input_ids
+    byte_level_tokenizer(folder, None)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = json.dumps(settings | {"chat_template": "{{ 'stale' }}"})
+    (folder / "tokenizer_config.json").write_text(template)
+    stale = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXTS[1]).ids
+    read = load_tokenizer(alone)
+    assert read(TEXTS[1]).input_ids == ids != stale
+    assert read.chat_template == "{{ 'stale' }}"  # the file has none
+    checkpoint = open_checkpoint(alone)
+    copied = Tokenizer.from_str(checkpoint.companions()["tokenizer.json"].decode())
+    assert copied.encode(TEXTS[1]).ids == ids
+    tokens = "tokenizer.ggml.tokens"
+    assert checkpoint.source_tokenizer is not None
+    assert checkpoint.source_tokenizer[tokens] == GgufFile(path).metadata[tokens]
+    file = GgufFile(path)
+    named = {**file.metadata, TEMPLATE: "{{ 'own' }}"}
+    assert load_tokenizer(written(folder, named).path).chat_template == "{{ 'own' }}"
+    unread = written(folder, {**named, "tokenizer.ggml.model": "t5"})
+    assert load_tokenizer(unread.path)(TEXTS[1]).input_ids == stale
 
 
 def test_a_file_without_a_tokenizer_says_so(tmp_path: Path) -> None:
