@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from ...base.errors import BadInput
 from ...quant.families.config import is_classifier
 from ...quant.families.registry import type_of
-from ...quant.model.checkpoint import read_json
+from ...quant.gguf.container import GgufFile
+from ...quant.model.checkpoint import gguf_file_of, read_json
 from ...quant.source.models import open_checkpoint
 from ..base.sampling_params import PoolingParams
 from ..scheduling.outputs import RequestOutput
@@ -37,6 +38,7 @@ _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
 }
+_GGUF_MODES = {1: "mean", 2: "cls", 3: "last"}
 
 Vector = NDArray[np.float32]
 
@@ -69,7 +71,14 @@ def normalized(vector: Vector) -> Vector:
 
 
 def read_pooling(folder: Path) -> Pooling | None:
-    """The pooling of a checkpoint, if it is an embedding model. BadInput: an unsupported mode or module."""
+    """The pooling of a checkpoint, if it is an embedding model: by a GGUF file's key, normalized as in
+    llama.cpp, else by the folder's modules. BadInput: an unsupported mode or module."""
+    if (file := gguf_file_of(folder)) is not None:
+        metadata, folder = GgufFile(file).metadata, file.parent
+        if kind := metadata.get(f"{metadata.get('general.architecture')}.pooling_type"):
+            if kind not in _GGUF_MODES:
+                raise BadInput(f"{file}: pooling by pooling_type {kind} is not supported")
+            return Pooling(PoolingParams(_GGUF_MODES[kind]), normalize=True)
     modules = read_modules(folder)
     default = folder / "1_Pooling"
     if not modules:

@@ -107,7 +107,7 @@ ARCHITECTURE_KEYS: dict[str, KeyRule] = {
         interleave_moe_layer_step=(0, 1),
         leading_dense_block_count=0,
         nextn_predict_layers=0,
-        pooling_type=0,
+        pooling_type=(0, 1, 2, 3),  # none, mean, cls and last, which `read_pooling` takes
         rope__scaling__alpha=0.0,
     ),
 }
@@ -231,6 +231,8 @@ SAMPLING = {
     "repetition_penalty": "penalty_repeat",
 }
 """Fields of a generation_config.json, and their keys in `general.sampling`."""
+UNREAD_SAMPLING = ("sequence", "xtc_probability", "mirostat", "penalty_last_n")
+"""Keys of `general.sampling` that nothing here does as llama.cpp does."""
 
 
 def sampling_keys(generation: Mapping[str, Any]) -> dict[str, Any]:

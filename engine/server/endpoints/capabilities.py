@@ -6,6 +6,7 @@ Images are fetched and decoded, and grammars compiled, on worker threads, few at
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ....base.errors import BadInput
 from ....quant.gguf.container import GgufFile
-from ....quant.gguf.keys import SAMPLING, stored_sampling
+from ....quant.gguf.keys import SAMPLING, UNREAD_SAMPLING, stored_sampling
 from ....quant.model.checkpoint import gguf_file_of, read_json
 from ...base.image_input import MediaLimits
 from ...base.logits import TokenMask
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 NUM_FETCHES = 32
 """Downloads at a time: they wait for hosts."""
@@ -225,7 +227,10 @@ def default_sampling(model: Path) -> dict[str, float]:
     """Read the sampling that a model's generation_config.json asks for, or else the keys of its GGUF file.
     Raises `BadInput`: the config is no JSON object, or values are out of range."""
     file = gguf_file_of(model)
-    stored: dict[str, Any] = {} if file is None else stored_sampling(file, GgufFile(file).metadata)
+    metadata = {} if file is None else GgufFile(file).metadata
+    stored: dict[str, Any] = {} if file is None else stored_sampling(file, metadata)
+    if unread := [key for key in UNREAD_SAMPLING if metadata.get(f"general.sampling.{key}")]:
+        _log.warning("%s asks for %s, which is not sampled by here", file, " and ".join(unread))
     path = (model if file is None else file.parent) / "generation_config.json"
     config = read_json(path) if path.is_file() else {}
     given = {name: config[name] for name in SAMPLING if config.get(name) is not None}

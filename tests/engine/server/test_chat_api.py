@@ -283,6 +283,18 @@ def test_generation_config_gives_the_default_sampling(tmp_path: Path) -> None:
         default_sampling(folder)
 
 
+def test_sampling_of_a_gguf_file_that_is_not_read_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "m.gguf"
+    keys = {"temp": 0.6, "mirostat": 0, "mirostat_tau": 5.0, "xtc_probability": 0.0}
+    for changes, names in (({}, ""), ({"xtc_probability": 0.5, "mirostat": 2}, "asks for xtc_")):
+        given = {f"general.sampling.{key}": value for key, value in (keys | changes).items()}
+        write_gguf(file, given, [])
+        assert default_sampling(file) == {"temperature": 0.6}
+        assert caplog.text.count("is not sampled by here") == bool(names) and names in caplog.text
+
+
 def test_a_gguf_file_gives_the_default_sampling(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     keys = {"temp": 0.6, "top_k": 20, "min_p": 0.05, "penalty_repeat": 1.05, "mirostat": 0}

@@ -16,9 +16,12 @@ import torch
 from llmopt.base.errors import BadInput
 from llmopt.engine.execution.pooling import read_pooling
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.quant.gguf.container import GgufFile, TensorToWrite, write_gguf
+from llmopt.recipes import MODELS
 from openai.types import CreateEmbeddingResponse
 
 from ...support.embedding_models import HIDDEN, expected_vector, token_ids, write_modules
+from ...support.gguf_support import write_model
 from ...support.live_server import RunningServer, make_engine, running, slow_steps
 
 TEXTS = ["Lily had a cat.", "A dog barked. " * 20, "Tom", *(f"Day {n} was warm." for n in range(9))]
@@ -244,6 +247,34 @@ def test_poolings(tmp_path: Path, server: RunningServer) -> None:
     (tmp_path / "last" / "modules.json").write_text(json.dumps([{"path": "x"}]))
     with pytest.raises(BadInput, match="not a list of modules"):
         read_pooling(tmp_path / "last")
+
+
+def test_a_gguf_file_of_an_embedding_model_is_pooled_by_its_key(tmp_path: Path) -> None:
+    """As in Qwen3-Embedding's own files; llama.cpp's server normalizes."""
+    file = GgufFile(write_model(MODELS / "stories3M", tmp_path / "plain", "Q8_0"))
+    plain = read_pooling(file.path)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "cls"}))
+    (tmp_path / "config.json").write_text("{}")
+
+    def with_key(kind: int) -> Path:
+        tensors = [
+            TensorToWrite(t.name, t.shape, t.type, lambda t=t: [file.bytes_of(t).tobytes()])
+            for t in file.tensors.values()
+        ]
+        write_gguf(tmp_path / "m.gguf", {**file.metadata, "llama.pooling_type": kind}, tensors)
+        return tmp_path / "m.gguf"
+
+    poolings = [pooling for kind in range(4) if (pooling := read_pooling(with_key(kind)))]
+    assert plain is None
+    assert [pooling.params.mode for pooling in poolings] == ["cls", "mean", "cls", "last"]
+    assert [pooling.normalize for pooling in poolings] == [False, True, True, True]
+    with pytest.raises(BadInput, match="pooling_type 4 is not supported"):
+        read_pooling(with_key(4))
+    (tmp_path / "config.json").unlink()
+    with running(make_engine(str(with_key(3)))) as chosen:
+        (vector,) = vectors(chosen, "Lily")
+    assert float(expected_vector(token_ids("Lily"), "last") @ torch.tensor(vector)) > 0.99
 
 
 def test_a_model_without_pooling_says_how_to_choose_one(server: RunningServer) -> None:

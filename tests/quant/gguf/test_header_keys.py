@@ -179,7 +179,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "shared experts": ("mixtral", {"expert_shared_count": 1}),
     "clamped": ("llama", {"attention__clamp_kqv": 8.0}),
     "both ways": ("llama", {"attention__causal": False}),
-    "embedder": ("qwen3", {"pooling_type": 3}),
+    "reranker": ("qwen3", {"pooling_type": 4}),
     "sections": ("qwen2", {"rope__dimension_sections": [4, 2, 2, 0]}),
     "another pattern": ("gemma2", {"attention__sliding_window_pattern": 6}),
     "another base": ("gemma2", {"rope__freq_base_swa": 500.0}),
