@@ -134,8 +134,9 @@ def _scales(contents: Contents) -> Iterator[Finding]:
                     odd_dtypes.setdefault(dtype, []).append(name)
                 if not _fits(linear, checkpoint.shape(name)):
                     odd_shapes.append(name)
-    lone = [name.removesuffix(".weight") for name in _lone_codes(contents)]
-    for endings, modules in {**missing, **({" or ".join(_SCALES): lone} if lone else {})}.items():
+    for name in _lone_codes(contents):
+        missing.setdefault(" or ".join(_SCALES), []).append(name.removesuffix(".weight"))
+    for endings, modules in missing.items():
         yield from found_by_kind("missing-scale", modules, f"has codes and no tensor {endings}")
     for dtype, names in odd_dtypes.items():
         text = f"holds {dtype}, which is no dtype of its scales: it was converted"

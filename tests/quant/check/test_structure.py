@@ -139,6 +139,20 @@ def test_a_fault_is_found_by_name(tmp_path: Path, source: str, damage: Damage, c
         assert report.exit_code == 1
 
 
+def test_codes_of_no_linear_hide_no_missing_scale(tmp_path: Path) -> None:
+    """Such codes, like those of a layer that was left in 8 bits, have no scale either."""
+
+    def both(tensors: Tensors, config: Config) -> None:
+        scales = [name for name in tensors if name.endswith(".weight_scale")]
+        for name in scales:
+            del tensors[name]
+        tensors["model.extra.weight"] = torch.zeros(4, 4, dtype=torch.int8)
+
+    findings = damaged(tmp_path, INT4, both).findings
+    missing = {finding.subject for finding in findings if finding.code == "missing-scale"}
+    assert len(missing) > 1 and "model.extra" in missing, findings
+
+
 def test_shards_that_are_missing_cut_off_or_contradict_the_index(tmp_path: Path) -> None:
     shutil.copy(STRANGERS / INT4 / "config.json", tmp_path)
     tensors = load_file(STRANGERS / INT4 / "model.safetensors")
