@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import Any
 
@@ -164,13 +164,17 @@ def exact_peaks(traces: Iterable[RequestTrace]) -> dict[str, float]:
             running -= tokens[first][1]
             first += 1
         best = max(best, running)
-    # At equal times, ends sort before starts: a freed slot may be reused at once.
-    events = sorted([(t.sent, 1) for t in done] + [(t.chunk_times[-1], -1) for t in done])
-    alive = most = 0
-    for _, change in events:
-        alive += change
-        most = max(most, alive)
+    most = max((count for _, count in in_flight(done)), default=0)
     return {"output_tokens_in_one_second": best, "requests_in_flight": most}
+
+
+def in_flight(traces: Iterable[RequestTrace]) -> list[tuple[float, int]]:
+    """(seconds of the pass, requests in flight from then on), at each sending and each last chunk."""
+    begun = [trace for trace in traces if trace.chunk_times]
+    # At equal times, ends sort before starts: a freed slot may be reused at once.
+    events = sorted([(t.sent, 1) for t in begun] + [(t.ended, -1) for t in begun])
+    counts = accumulate(change for _, change in events)
+    return [(time, count) for (time, _), count in zip(events, counts, strict=True)]
 
 
 HIGHER_IS_BETTER = (

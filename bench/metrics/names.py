@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+STATISTICS = ("mean", "median", "std", "p50", "p90", "p95", "p99")
 METRICS = {
     "ttft": "Time to First Token",
     "tpot": "Time per Output Token (excl. 1st token)",

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from . import statistics
-from .metrics import aggregate, exact_peaks, samples, slo_share, summary, vllm_keys
-from .trace import LoadPass, RequestTrace
+from .metrics import aggregate, exact_peaks, in_flight, samples, slo_share, summary, vllm_keys
+from .names import LATENCIES
+from .trace import LoadPass, RequestTrace, tokens_between
 
 PERCENTILES = (50, 90, 95, 99)
 # The metrics of the default gate. Medians, because one stall of a shared machine can dominate a mean.
 HEADLINES = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
 POOLED = ("itl", "token_gap")
-RUN_METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
 def summarize_pass(
@@ -29,7 +29,7 @@ def summarize_pass(
 ) -> dict[str, Any]:
     """The figures of one pass, for the spread between passes; `limits_ms` are the limits of `--goodput`."""
     figures = aggregate(
-        [load_pass], metrics=RUN_METRICS, percentiles=PERCENTILES, goodput_ms=limits_ms
+        [load_pass], metrics=LATENCIES, percentiles=PERCENTILES, goodput_ms=limits_ms
     )
     return {**figures, "slo_share": slo_share(load_pass.traces, limits_ms or {})}
 
@@ -123,18 +123,11 @@ STEADY_FORMULAS = {
 
 def window_of(traces: Sequence[RequestTrace], at_least: int) -> tuple[float, float] | None:
     """First and last moment (seconds of the pass) with `at_least` requests in flight, or None."""
-    # At equal times, ends sort before starts: a freed slot may be reused at once.
-    ends = [(t.chunk_times[-1], -1) for t in traces if t.chunk_times]
-    events = sorted([(t.sent, 1) for t in traces if t.chunk_times] + ends)
-    alive = 0
-    first = last = None
-    for time, change in events:
-        if alive >= at_least:
-            last = time
-        alive += change
-        if alive >= at_least and first is None:
-            first = time
-    return None if first is None or last is None or last <= first else (first, last)
+    moments = in_flight(traces)
+    first = next((time for time, count in moments if count >= at_least), math.inf)
+    full = (end for (_, count), (end, _) in pairwise(moments) if count >= at_least)
+    last = max(full, default=-math.inf)
+    return (first, last) if first < last else None
 
 
 def steady_state(passes: Sequence[LoadPass], max_concurrency: int | None) -> dict[str, Any] | None:
@@ -157,13 +150,7 @@ def steady_state(passes: Sequence[LoadPass], max_concurrency: int | None) -> dic
         seconds += end - start
         completed += len(done)
         prompt_tokens += sum(t.prompt_len for t in done)
-        output_tokens += sum(
-            count
-            for t in load_pass.traces
-            if t.success
-            for time, count in zip(t.chunk_times, t.chunk_tokens, strict=True)
-            if start <= time <= end
-        )
+        output_tokens += tokens_between(load_pass.traces, start, end)
         started += sent
         short = end - start < max(SHORTEST_SECONDS, SHORTEST_SHARE * load_pass.duration)
         windows.append(
@@ -191,7 +178,7 @@ def steady_state(passes: Sequence[LoadPass], max_concurrency: int | None) -> dic
         "total_token_throughput": (prompt_tokens + output_tokens) / seconds,
     }
     sampled = samples(started)
-    for metric in RUN_METRICS:
+    for metric in LATENCIES:
         result |= vllm_keys(summary(sampled[metric], STEADY_PERCENTILES), metric)
     return result
 

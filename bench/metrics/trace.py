@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -149,13 +149,18 @@ class LoadPass:
         end = math.inf if self.window is None else self.window
         done = [trace for trace in self.traces if trace.success]
         prompt = sum(trace.prompt_len for trace in done if trace.chunk_times[0] <= end)
-        output = sum(
-            count
-            for trace in done
-            for time, count in zip(trace.chunk_times, trace.chunk_tokens, strict=True)
-            if time <= end
-        )
-        return prompt, output
+        return prompt, tokens_between(done, -math.inf, end)
+
+
+def tokens_between(traces: Iterable[RequestTrace], start: float, end: float) -> int:
+    """Output tokens of the successful requests that came in a time, both ends included."""
+    return sum(
+        count
+        for trace in traces
+        if trace.success
+        for time, count in zip(trace.chunk_times, trace.chunk_tokens, strict=True)
+        if start <= time <= end
+    )
 
 
 def in_pass(steps: Sequence[StepTrace], load_pass: LoadPass) -> list[StepTrace]:

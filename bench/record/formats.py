@@ -16,6 +16,7 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ...base.json_lines import json_lines, parse_json
+from ..metrics.names import LATENCIES, STATISTICS
 
 Row = Mapping[str, Any]
 """A measured point as its tool wrote it."""
@@ -24,7 +25,7 @@ Scaled = tuple[str, float]
 
 SECONDS = 1000.0
 """Milliseconds in a second."""
-SAME = {name: name for name in ("mean", "median", "std", "p50", "p90", "p95", "p99")}
+SAME = {name: name for name in STATISTICS}
 LEVELS = ("p90", "p95", "p99")
 FLAT = "{statistic}_{metric}_ms"
 
@@ -81,7 +82,7 @@ class Format:
     target: str = "http"
     is_flat: bool = False
     points: Callable[[Sequence[Row]], Iterable[Row]] = iter
-    requests: Callable[[Row, Path], list[dict[str, Any]]] | None = None
+    requests: Callable[[Row, Path], list[dict[str, Any]]] = lambda *_: []
 
 
 def columns(text: str) -> dict[str, str]:
@@ -203,7 +204,7 @@ def repetitions(rows: Sequence[Row]) -> Iterator[Row]:
 VLLM_SERVE = Format(
     "vllm bench serve",
     ("model_id", "tokenizer_id", "num_prompts", "request_throughput", "duration"),
-    {name: (name, 1.0) for name in ("ttft", "tpot", "itl", "e2el")},
+    {name: (name, 1.0) for name in LATENCIES},
     pattern=FLAT,
     values=columns(
         "duration completed failed total_input_tokens total_output_tokens request_throughput "
@@ -247,7 +248,7 @@ FORMATS: tuple[Format, ...] = (
     Format(
         "sglang bench_serving",
         ("mean_e2e_latency_ms", "output_throughput", "backend", "total_output_tokens_retokenized"),
-        {**{name: (name, 1.0) for name in ("ttft", "tpot", "itl")}, "e2el": ("e2e_latency", 1.0)},
+        {**{name: (name, 1.0) for name in LATENCIES}, "e2el": ("e2e_latency", 1.0)},
         pattern=FLAT,
         values=columns(
             "duration completed total_input_tokens total_output_tokens request_throughput "

@@ -18,11 +18,11 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ...base.json_lines import is_number
+from ..metrics.names import LATENCIES, STATISTICS
 from ..quality.task_items import TaskItems, items_of, metric_rows
-from .formats import FORMATS, SAME, Format, Row, at, read_rows
+from .formats import FORMATS, Format, Row, at, read_rows
 
 UNKNOWN = "unknown"
-TIMES = ("ttft", "tpot", "itl", "e2el")
 # Milliseconds in the units that a file may name next to its times.
 UNITS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "sec": 1000.0, "s": 1000.0, "seconds": 1000.0}
 COUNTS = ("completed", "failed", "total_input_tokens", "total_output_tokens", "duration")
@@ -37,8 +37,8 @@ ASKED = {
     "load": "the load",
     "load.seed": "sampling and seeds",
 }
-LM_EVAL = ("results", "configs", "n-shot")
-"""Keys that a result of lm-eval has."""
+LM_EVAL = Format("lm-eval", ("results", "configs", "n-shot"))
+KNOWN = (LM_EVAL, *FORMATS)
 SUFFIXES = (".json", ".jsonl")
 TOTAL_TOKENS = "shape.total_input_tokens"
 NO_LOAD = {"load.num_prompts"}
@@ -60,10 +60,9 @@ def read_imported(path: Path) -> ImportedRun | None:
     name, mark, number = path.name.partition("#")
     file = path.with_name(name) if mark and not path.exists() else path
     if file.is_dir():
-        every = [LM_EVAL, *(format.marks for format in FORMATS)]
         files = sorted(path for path in file.rglob("*") if path.suffix in SUFFIXES)
         rows = ((path, _rows(path)) for path in files)
-        known = [path for path, row in rows if row and any(_has(row[0], marks) for marks in every)]
+        known = [path for path, row in rows if row and any(_has(row[0], kind) for kind in KNOWN)]
         if len(known) > 1:
             some = ", ".join(str(path.relative_to(file)) for path in known[:4])
             raise BadInput(f"{file} holds {len(known)} results, name one: {some}")
@@ -72,23 +71,21 @@ def read_imported(path: Path) -> ImportedRun | None:
         return None
     if not (rows := read_rows(file) if file.suffix == ".jsonl" else _rows(file)):
         return None
-    is_evaluation = _has(rows[0], LM_EVAL)
-    format = next((known for known in FORMATS if all(_has(row, known.marks) for row in rows)), None)
-    if format is None and not is_evaluation:
+    format = next((known for known in KNOWN if all(_has(row, known) for row in rows)), None)
+    if format is None:
         return None
     try:
-        if format is None or is_evaluation:
+        if format is LM_EVAL:
             return _lm_eval(rows[0], file)
         return _chosen(format, [*format.points(rows)], file, number)
     except BadInput:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        tool = "lm-eval" if format is None else format.tool
-        raise BadInput(f"{file} is of {tool}, but cannot be read: {error!r}") from error
+        raise BadInput(f"{file} is of {format.tool}, but cannot be read: {error!r}") from error
 
 
-def _has(row: Row, marks: Sequence[str]) -> bool:
-    return all(at(row, mark) is not None for mark in marks)
+def _has(row: Row, format: Format) -> bool:
+    return all(at(row, mark) is not None for mark in format.marks)
 
 
 def _rows(file: Path) -> list[Row]:
@@ -164,7 +161,7 @@ def _hash(value: Any) -> str:
 
 def _measured(format: Format, row: Row) -> dict[str, float | None]:
     """A pass: our keys in our units, None where the row has no value."""
-    times = [f"{name}_{metric}_ms" for metric in TIMES for name in SAME]
+    times = [f"{name}_{metric}_ms" for metric in LATENCIES for name in STATISTICS]
     values: dict[str, float | None] = dict.fromkeys([*KEYS, *times])
     for key, path in format.values.items():
         values[key] = _number(at(row, path))
@@ -191,8 +188,8 @@ def _number(value: Any, factor: float = 1.0) -> float | None:
 def _run(format: Format, rows: Sequence[Row], file: Path, number: str) -> ImportedRun:
     facts, passes = _said(format, rows[0]), [_measured(format, row) for row in rows]
     requests: dict[str, list[Any]] = {}
-    for number_of_pass, row in enumerate(rows if format.requests else ()):
-        for request in format.requests(row, file) if format.requests else ():
+    for number_of_pass, row in enumerate(rows):
+        for request in format.requests(row, file):
             for key, value in (*request.items(), ("run", number_of_pass)):
                 requests.setdefault(key, []).append(value)
     totals: dict[str, float | None] = {}
@@ -210,8 +207,8 @@ def _run(format: Format, rows: Sequence[Row], file: Path, number: str) -> Import
 def _distributions(totals: Mapping[str, float | None]) -> dict[str, Any]:
     count = int(totals.get("completed") or 0)
     return {
-        metric: {"count": count, **{name: totals.get(f"{name}_{metric}_ms") for name in SAME}}
-        for metric in TIMES
+        metric: {"count": count, **{name: totals.get(f"{name}_{metric}_ms") for name in STATISTICS}}
+        for metric in LATENCIES
     }
 
 

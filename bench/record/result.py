@@ -20,6 +20,7 @@ import numpy as np
 
 from ...base.atomic_io import atomic_folder
 from ...base.errors import BadInput
+from ..metrics.names import LATENCIES, STATISTICS
 from ..metrics.trace import LoadPass
 from ..quality.positions import QualitySeries, readable
 from ..quality.task_items import TaskItems
@@ -34,75 +35,65 @@ RESULT_NAME = "result.json"
 _TEXT, _NUMBER = (str, None), (int, float, None)
 _NUMBERS = {"*": _NUMBER}
 _INTERVALS = (None, {"*": (None, [_NUMBER])})
-_MEASURED = {
-    f"{statistic}_{metric}_ms": _NUMBER
-    for statistic in ("mean", "median", "std", "p50", "p90", "p95", "p99")
-    for metric in ("ttft", "tpot", "itl", "e2el")
-} | dict.fromkeys(
-    (
-        *("duration", "completed", "failed", "total_input_tokens", "total_output_tokens"),
-        *("request_throughput", "request_goodput", "output_throughput", "total_token_throughput"),
-        *("max_output_tokens_per_s", "max_concurrent_requests", "num_prompts", "max_concurrency"),
-        *("slo_share", "prefix_cache_hit_rate", "joules_per_token", "other_load", "joules"),
-        *("cpu_seconds", "waiting_seconds", "run_delay_seconds", "involuntary_switches"),
-    ),
+
+
+def _of_kind(kind: Any, names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), kind)
+
+
+_MEASURED = {f"{name}_{metric}_ms": _NUMBER for name in STATISTICS for metric in LATENCIES}
+_MEASURED |= _of_kind(
     _NUMBER,
+    "duration completed failed total_input_tokens total_output_tokens request_throughput "
+    "request_goodput output_throughput total_token_throughput max_output_tokens_per_s "
+    "max_concurrent_requests num_prompts max_concurrency slo_share prefix_cache_hit_rate "
+    "joules_per_token other_load joules cpu_seconds waiting_seconds run_delay_seconds "
+    "involuntary_switches",
 )
 _RUNS = [_MEASURED | {"disturbed": (bool, None), "disturbed_because": _TEXT}]
-_DISTRIBUTION = _NUMBERS | {"interval_95": _INTERVALS, "order_interval_95": _INTERVALS}
-_QUALITY = dict.fromkeys(("num_tokens", "perplexity", "kl_nats", "top1_agreement"), _NUMBER)
-_QUALITY |= dict.fromkeys(("protocol", "description", "source", "token_sha256", "reference"), _TEXT)
+_DISTRIBUTION = _NUMBERS | _of_kind(_INTERVALS, "interval_95 order_interval_95")
+_QUALITY = _of_kind(_NUMBER, "num_tokens perplexity kl_nats top1_agreement")
+_QUALITY |= _of_kind(_TEXT, "protocol description source token_sha256 reference")
 _KINDS = _MEASURED | {
     "date": str,
     "model_id": _TEXT,
     "request_rate": (*_NUMBER, str),
     "llmopt": {
-        "run_id": str,
-        "name": str,
-        "arms": _TEXT,
+        **_of_kind(str, "run_id name"),
+        **_of_kind(_TEXT, "arms quality_reason"),
+        **_of_kind(_NUMBER, "slowdown num_runs preemptions prefix_cache_hit_rate"),
+        **_of_kind((None, _NUMBERS), "peaks client_lag_ms phases step_trace"),
+        **_of_kind((None, {}), "energy plan"),
         "interrupted": bool,
-        "slowdown": _NUMBER,
         "identity": {
-            **dict.fromkeys(("model", "target", "device", "machine"), str),
-            **dict.fromkeys(("model_hash", "quantization", "dtype", "workload"), _TEXT),
+            **_of_kind(str, "model target device machine"),
+            **_of_kind(_TEXT, "model_hash quantization dtype workload"),
             "load": {"request_rate": (*_NUMBER, str), "max_concurrency": _NUMBER},
             "engine": {},
-            "hardware": (None, {}),
-            "server": (None, {}),
+            **_of_kind((None, {}), "hardware server"),
         },
         "workload": {"name": str, "source": _TEXT, "notes": [str], "num_requests": _NUMBER},
-        "num_runs": _NUMBER,
-        "runs": _RUNS,
-        "rejected_passes": _RUNS,
+        **_of_kind(_RUNS, "runs rejected_passes"),
         "metrics": {"*": (None, _DISTRIBUTION)},
         "spread": {"*": (None, _NUMBERS | {"interval_95": (None, [_NUMBER])})},
-        "peaks": (None, _NUMBERS),
         "slo": (None, {"limits_ms": _NUMBERS, "share": _NUMBER}),
-        "client_lag_ms": (None, _NUMBERS),
         "client": (None, {"certified": bool, "reasons": [str]}),
         "silent_failures": (None, [str]),
         "failures": (None, [{"error": str, "count": _NUMBER}]),
-        "phases": (None, _NUMBERS),
         "step_split": (None, _NUMBERS | {"parts_ms": _NUMBERS}),
-        "step_trace": (None, _NUMBERS),
-        "preemptions": _NUMBER,
-        "prefix_cache_hit_rate": _NUMBER,
         "memory": {
-            **dict.fromkeys(("weight_bytes", "checkpoint_bytes", "kv_cache_bytes"), _NUMBER),
+            **_of_kind(_NUMBER, "weight_bytes checkpoint_bytes kv_cache_bytes"),
             "checkpoint_dtype": _TEXT,
-            "kv_cache": (None, {"dtype": _TEXT, "bytes_per_token": _NUMBER, "tokens": _NUMBER}),
+            "kv_cache": (None, {"dtype": _TEXT, **_of_kind(_NUMBER, "bytes_per_token tokens")}),
         },
         "quality": (None, _QUALITY | {"intervals": _INTERVALS, "speed": (None, {})}),
-        "quality_reason": _TEXT,
         "layer_errors": (None, [{"error": _NUMBER}]),
         "tasks": (None, {"metrics": [{}]}),
         "roofline": (
             None,
-            {"ceilings": {"bandwidth": _NUMBER, "flops": _NUMBER}, "points": [{"phase": str}]},
+            {"ceilings": _of_kind(_NUMBER, "bandwidth flops"), "points": [{"phase": str}]},
         ),
-        "energy": (None, {}),
         "environment": (None, {"machine": _TEXT, "libraries": (None, {"*": _TEXT})}),
-        "plan": (None, {}),
     },
 }
 """Kinds of what comparisons and reports compute with: `quant.model.checkpoint.kind_fault`."""
