@@ -16,8 +16,6 @@ from .options.command import with_options
 from .options.shared import FolderOptions, Json
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ..base.progress import Progress
     from ..bench.studies.recipe import Recipe
     from ..bench.studies.recipe_files import Stages
@@ -125,14 +123,18 @@ def _check_models(recipe: Recipe, dry_run: bool) -> None:
 def _do_stages(stages: Stages | None, recipe: Recipe, folder: FolderOptions, as_json: bool) -> None:
     """Do what is left of a recipe, and end with its exit code."""
     from ..bench.studies.recipe_files import Stages
+    from .output.bench_tables import plain_table
     from .output.console import TerminalProgress, result_console, say
 
     stages = stages or Stages.begin(folder.folder(recipe.name), recipe)
     again = f"interrupted: resume with `llmopt run --resume {stages.folder}`"
     with stages.alone(), TerminalProgress(lambda: again) as progress:
         do = _do_recipe if stages.recipe.capacity is None else _find_capacity
-        record, table, lines = do(stages, progress)
+        record, header, rows, lines = do(stages, progress)
     out = result_console(as_json, {"folder": str(stages.folder), **record})
+    no_wrap = range(1, len(header))
+    table = plain_table(header, rows, title=stages.recipe.name, no_wrap=no_wrap)
+    table.columns[0].min_width, table.columns[0].overflow = 8, "fold"
     out.print(table)
     for line in lines:
         out.print(line)
@@ -141,8 +143,8 @@ def _do_stages(stages: Stages | None, recipe: Recipe, folder: FolderOptions, as_
         raise typer.Exit(record["exit_code"])
 
 
-Outcome = tuple[Mapping[str, Any], "Table", Sequence[str]]
-"""Record, table and closing lines of a finished recipe."""
+Outcome = tuple[Mapping[str, Any], Sequence[str], Sequence[Sequence[str]], Sequence[str]]
+"""Record, header and rows of the table, and closing lines of a finished recipe."""
 
 
 def _do_recipe(stages: Stages, progress: Progress) -> Outcome:
@@ -152,10 +154,10 @@ def _do_recipe(stages: Stages, progress: Progress) -> Outcome:
     run = run_recipe(stages, progress)
     # The report has all columns; 80 columns fit only these.
     shown = [number for number, heading in enumerate(HEADER) if heading not in ("TTFT", "overall")]
-    rows = [[row[number] for number in shown] for row in verdict_rows(run)]
-    table = _table(stages.recipe.name, [HEADER[number] for number in shown], rows)
+    header, *rows = ([row[n] for n in shown] for row in (HEADER, *verdict_rows(run)))
     verdict = recipe_verdict(run)
-    return run.record(), table, (f"{verdict.headline} {verdict.sentence}", gate_sentence(run))
+    lines = f"{verdict.headline} {verdict.sentence}", gate_sentence(run)
+    return run.record(), header, rows, lines
 
 
 def _find_capacity(stages: Stages, progress: Progress) -> Outcome:
@@ -166,13 +168,4 @@ def _find_capacity(stages: Stages, progress: Progress) -> Outcome:
     run = run_capacity(stages, progress)
     write_page(capacity_page(run), run.folder)
     shown, verdict = capacity_table(run), capacity_verdict(run)
-    table = _table(stages.recipe.name, shown.header, shown.rows)
-    return run.record, table, (f"{verdict.headline} {verdict.sentence}",)
-
-
-def _table(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    from .output.bench_tables import plain_table
-
-    table = plain_table(header, rows, title=name, no_wrap=range(1, len(header)))
-    table.columns[0].min_width, table.columns[0].overflow = 8, "fold"
-    return table
+    return run.record, shown.header, shown.rows, (f"{verdict.headline} {verdict.sentence}",)

@@ -28,6 +28,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..metrics.statistics import POWER, p_values
+from ..page.page import span
 from .limits import GateOutcome, Limit
 
 GRID = 401
@@ -190,9 +191,7 @@ def between(interval: Interval | None, format_value: Callable[[float], str]) -> 
     """The interval in parentheses; an exact value has none."""
     if interval is None or interval[0] == interval[1]:
         return ""
-    known = (None if side is None or math.isinf(side) else side for side in interval)
-    sides = ("unbounded" if side is None else format_value(side) for side in known)
-    return f" ({' to '.join(sides)})"
+    return f" ({span(interval, format_value)})"
 
 
 # Beyond this many times the pairs at hand, the change is as good as at the limit.

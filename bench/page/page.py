@@ -85,14 +85,14 @@ def per_second(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}/s"
 
 
-def bounds(
-    interval_: tuple[float | None, float | None] | list[float | None] | None, digits: int = 2
-) -> str:
-    """An interval of which a side may be open: `1.00 to unbounded`."""
-    if interval_ is None:
-        return MISSING
-    low, high = (None if side is None else f"{side:,.{digits}f}" for side in interval_)
-    return "unbounded" if low is high is None else f"{low or 'unbounded'} to {high or 'unbounded'}"
+def span(sides: Iterable[float | None], shown: Callable[[float], str] = number) -> str:
+    """An interval as text; a side that is None or infinite is open: `1.00 to unbounded`."""
+    known = [None if side is None or math.isinf(side) else shown(side) for side in sides]
+    return " to ".join(side or "unbounded" for side in known) if any(known) else "unbounded"
+
+
+def bounds(sides: Iterable[float | None] | None) -> str:
+    return MISSING if sides is None else span(sides)
 
 
 Tone = Literal["good", "bad", "unsure", "plain"]
@@ -367,7 +367,7 @@ class PageReader:
         elif self._paragraph:
             text, self._paragraph = _text(" ".join(self._paragraph)), []
             if self.sections:
-                self._change(paragraphs=[*self.sections[-1].paragraphs, text])
+                self._append(text)
             else:
                 self._subtitle = text
 
@@ -378,19 +378,18 @@ class PageReader:
             self._verdict = part
         elif isinstance(part, Card):
             self._cards.append(part)
-        elif isinstance(part, Figure):
-            if not part.svg:
-                return
-            section = self.sections[-1]
-            first = bool(section.tables) and (section.tables_first or not section.figures)
-            self._change(figures=[*section.figures, part], tables_first=first)
-        elif isinstance(part, ReportTable):
-            self._change(tables=[*self.sections[-1].tables, part])
-        else:
-            self._change(texts=[*self.sections[-1].texts, part])
+        elif not (isinstance(part, Figure) and not part.svg):
+            self._append(part)
 
-    def _change(self, **parts: Any) -> None:
-        self.sections[-1] = replace(self.sections[-1], **parts)
+    def _append(self, part: Figure | ReportTable | MarkedText | str) -> None:
+        """Add a part to the last section."""
+        kinds = {Figure: "figures", ReportTable: "tables", MarkedText: "texts", str: "paragraphs"}
+        section, name = self.sections[-1], kinds[type(part)]
+        first = section.tables_first
+        if name == "figures":
+            first = bool(section.tables) and (first or not section.figures)
+        parts = {name: [*getattr(section, name), part]}
+        self.sections[-1] = replace(section, tables_first=first, **parts)
 
 
 @cache
@@ -423,13 +422,6 @@ def sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def row(cells: Iterable[Any]) -> Any:
-    """The cells of a row whose number the record decides."""
-    from markupsafe import Markup
-
-    return Markup("| " + " | ".join(_as_entities(cell) for cell in cells))
-
-
 @cache
 def _template_environment() -> jinja2.Environment:
     import jinja2
@@ -448,7 +440,6 @@ def _template_environment() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=Absent,
     )
-    filters = (number, percent, size, per_second, bounds, flat, sentence, row)
+    filters = (number, percent, size, per_second, bounds, flat, sentence)
     environment.filters |= {filter_.__name__: filter_ for filter_ in filters}
-    environment.globals |= {"isfinite": math.isfinite}
     return environment

@@ -28,6 +28,7 @@ if TYPE_CHECKING or is_installed("matplotlib"):
 INK, MUTED, GRID = "#1c2733", "#64748b", "#e2e8f0"
 BASE, NEW = "#2563eb", "#c2570c"
 SERIES = (BASE, NEW, "#0d9488", "#9333ea", "#be123c", "#475569", "#4d7c0f", "#78350f")
+_DARK = ("#5b8def", "#f59e56", "#2dd4bf", "#c084fc", "#fb7185", "#94a3b8", "#a3e635", "#d6a36a")
 GOOD, BAD, UNSURE = "#15803d", "#b91c1c", "#a16207"
 WAIT, PREFILL, DECODE = "#cbd5e1", "#f59e0b", BASE
 
@@ -43,14 +44,7 @@ COLOURS = {
     "plain": ("#334155", "#cbd5e1"),
     "wait": (WAIT, "#475569"),
     "prefill": (PREFILL, "#d9a114"),
-    "series0": (SERIES[0], "#5b8def"),
-    "series1": (SERIES[1], "#f59e56"),
-    "series2": (SERIES[2], "#2dd4bf"),
-    "series3": (SERIES[3], "#c084fc"),
-    "series4": (SERIES[4], "#fb7185"),
-    "series5": (SERIES[5], "#94a3b8"),
-    "series6": (SERIES[6], "#a3e635"),
-    "series7": (SERIES[7], "#d6a36a"),
+    **{f"series{n}": pair for n, pair in enumerate(zip(SERIES, _DARK, strict=True))},
     "notice": ("#fefce8", "#2a2410"),
     "notice-line": ("#fde68a", "#6b5a1e"),
     "shade1": ("#fef3c7", "#3d3410"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..gate.verdict import (
     LimitVerdict,
     MeasuredVerdict,
     OperatingCurve,
+    between,
 )
 from ..page.page import (
     Card,
@@ -28,14 +29,16 @@ from ..page.page import (
     sentence,
     signed_percent,
     sizes,
+    span,
 )
-from .figures import SHARED_ROOFLINE, captioned, comparison_figures, named_runs, slowdown_bounds
+from .figures import changes_svg, figures_of, operating_curve_svg, slowdown_bounds
 from .parts import named_caveats, report_page
 
-TONES: dict[GateOutcome, Tone] = {
-    GateOutcome.PASS: "good",
-    GateOutcome.REGRESSION: "bad",
-    GateOutcome.NO_VERDICT: "unsure",
+# By the outcome of a limit, or the verdict on an aspect without one.
+TONES: dict[str, Tone] = {
+    **dict.fromkeys((GateOutcome.PASS, "better"), "good"),
+    **dict.fromkeys((GateOutcome.REGRESSION, "worse"), "bad"),
+    **dict.fromkeys((GateOutcome.NO_VERDICT, "undecided"), "unsure"),
 }
 
 
@@ -43,18 +46,23 @@ def deltas_table(
     deltas: Sequence[MeasuredVerdict], caption: str = "", checks: Sequence[LimitVerdict] = ()
 ) -> ReportTable:
     """The gated metrics with change, interval, limit and verdict."""
-    rows = []
-    for delta in deltas:
-        ends = [number(delta.base), number(delta.new)]
-        change = [percent(delta.change, signed=True), interval_words(delta)]
-        name = f"{delta.label} ({delta.unit})"
-        rows.append([name, *ends, *change, delta.limit, delta.outcome.value])
-    rows += check_rows(checks)
-    tones: dict[int, Tone] = {
-        number: TONES[GateOutcome(row[-1])] for number, row in enumerate(rows)
-    }
+    rows = [*delta_rows(deltas, interval_words), *check_rows(checks)]
+    tones: dict[int, Tone] = {number: TONES[row[-1]] for number, row in enumerate(rows)}
     header = ["metric", "base", "new", "change", "90 % interval", "limit", "verdict"]
     return ReportTable(header, rows, caption=caption, tones=tones)
+
+
+def delta_rows(
+    deltas: Sequence[MeasuredVerdict], uncertainty: Callable[[MeasuredVerdict], str]
+) -> list[list[str]]:
+    """Rows of measured metrics, with the words for the uncertainty of a change."""
+    rows = []
+    for delta in deltas:
+        change = percent(delta.change, signed=True), uncertainty(delta)
+        ends = number(delta.base), number(delta.new)
+        name = f"{delta.label} ({delta.unit})"
+        rows.append([name, *ends, *change, delta.limit, delta.outcome.value])
+    return rows
 
 
 def interval_words(delta: MeasuredVerdict) -> str:
@@ -92,19 +100,19 @@ def check_rows(checks: Sequence[LimitVerdict]) -> list[list[str]]:
         moved = "" if check.change is None else signed_percent(check.change, 2)
         ends = sizes(base, new) if check.unit == "bytes" else (number(base, 4), number(new, 4))
         label = check.label if check.unit in ("", "bytes") else f"{check.label} ({check.unit})"
-        between = score_interval_words(check)
-        rows.append([label, *ends, moved, between, check.limit, check.outcome.value])
+        is_change, sides = check.limit.endswith("%"), check.interval
+        shown = partial(percent, digits=2, signed=True) if is_change else partial(number, digits=4)
+        interval = ""  # of the score, or of its change; an exact value has none
+        if sides is not None and sides[0] != sides[1]:
+            interval = f"{span(sides, shown)} (95 %)"
+        rows.append([label, *ends, moved, interval, check.limit, check.outcome.value])
     return rows
 
 
-def score_interval_words(check: LimitVerdict) -> str:
-    """The 95 % interval of a score, or of its change."""
-    if check.interval is None or check.interval[0] == check.interval[1]:
-        return ""
-    is_change = check.limit.endswith("%")
-    shown = partial(percent, digits=2, signed=True) if is_change else partial(number, digits=4)
-    sides = ("unbounded" if side is None else shown(side) for side in check.interval)
-    return " to ".join(sides) + " (95 %)"
+def unlimited_table(comparison: Comparison) -> ReportTable:
+    """Quality, task scores and memory of both sides, whether a limit is on them or not."""
+    rows = [*quality_rows(comparison), *task_rows(comparison), *memory_rows(comparison)]
+    return ReportTable(["", "base", "new", "change"], rows)
 
 
 def memory_rows(comparison: Comparison) -> list[list[str]]:
@@ -135,7 +143,7 @@ def quality_rows(comparison: Comparison) -> list[list[str]]:
 
     change = percent(scored["perplexity_change"], 2, signed=True)
     if bounds := scored.get("perplexity_change_interval"):  # positions were paired
-        change += f" ({' to '.join(percent(side, 2, signed=True) for side in bounds)})"
+        change += f" ({span(bounds, partial(percent, digits=2, signed=True))})"
     kl = (number(scored.get(key), 5) for key in ("base_kl_nats", "kl_nats"))
     top1 = (percent(scored.get(key), 2) for key in ("base_top1_agreement", "top1_agreement"))
     rows = [
@@ -151,25 +159,13 @@ def quality_rows(comparison: Comparison) -> list[list[str]]:
 
 
 def task_rows(comparison: Comparison) -> list[list[str]]:
-    def share(value: float) -> str:
-        return percent(value, 2, signed=True) if math.isfinite(value) else "unbounded"
-
-    rows = []
+    shown, rows = partial(percent, digits=2, signed=True), []
     for change in comparison.tasks:
-        low, high = change.interval
-        between = "" if low == high else f" ({share(low)} to {share(high)})"
         name = f"{change.key.removeprefix('task.').removesuffix('.none')} ({change.words})"
-        ends = [number(change.base, 4), number(change.new, 4)]
-        rows.append([name, *ends, share(change.change) + between])
+        ends = number(change.base, 4), number(change.new, 4)
+        moved = shown(change.change) if math.isfinite(change.change) else "unbounded"
+        rows.append([name, *ends, moved + between(change.interval, shown)])
     return rows
-
-
-ASPECT_TONES: dict[str, Tone] = {
-    **{outcome.value: tone for outcome, tone in TONES.items()},
-    "better": "good",
-    "worse": "bad",
-    "undecided": "unsure",
-}
 
 
 def aspect_rows(comparison: Comparison) -> list[list[str]]:
@@ -181,22 +177,24 @@ def aspect_rows(comparison: Comparison) -> list[list[str]]:
 def aspects_table(comparison: Comparison) -> ReportTable:
     rows = aspect_rows(comparison)
     tones: dict[int, Tone] = {
-        row: ASPECT_TONES.get(verdict, "plain") for row, (_, verdict, _) in enumerate(rows)
+        row: TONES.get(verdict, "plain") for row, (_, verdict, _) in enumerate(rows)
     }
     caption = "A verdict is by the limits; without one, by the interval of the change."
     return ReportTable(["", "verdict", "by"], rows, caption, tones, is_prose=True)
 
 
-HEADLINES = {
-    GateOutcome.PASS: "Pass",
-    GateOutcome.REGRESSION: "Regression",
-    GateOutcome.NO_VERDICT: "No verdict",
-}
-
-
 def verdict_of(comparison: Comparison) -> ReportVerdict:
-    headline = f"{HEADLINES[comparison.outcome]}: {comparison.title}"
+    headline = f"{comparison.outcome.capitalize()}: {comparison.title}"
     return ReportVerdict(TONES[comparison.outcome], headline, f"{comparison.sentence}.")
+
+
+CAPTIONS = {
+    "side-by-side": "Speed over all passes, quality on fixed tokens, and what the engine holds.",
+    "changes": "Dots are estimates, bars 90 % intervals, dashes the limits. Throughput is shown "
+    "as time per token, so that right is worse everywhere.",
+    "operating-curve": "Chance of each verdict by the true change, at the noise of these pairs; "
+    "dashes are the limit.",
+}
 
 
 def comparison_page(
@@ -206,19 +204,15 @@ def comparison_page(
     starts: Mapping[str, Any] | None = None,
 ) -> Page:
     """The page of two runs; of paired `starts` with a table of them."""
-    results = {name: run.result for name, run in named_runs(base, new, comparison).items()}
-    caveats = named_caveats(results)
-    figures = captioned(
-        comparison_figures(base, new, comparison),
-        **{
-            "side-by-side": "Speed over all passes, quality on fixed tokens, and what the engine holds.",
-            "changes": "Dots are estimates, bars 90 % intervals, dashes the limits. Throughput is shown "
-            "as time per token, so that right is worse everywhere.",
-            "operating-curve": "Chance of each verdict by the true change, at the noise of these pairs; "
-            "dashes are the limit.",
-            "roofline": SHARED_ROOFLINE,
-        },
-    )
+    runs = {new.name: new}
+    if not comparison.is_alone:
+        runs = {base.name: base, new.name if new.name != base.name else f"{new.name} (new)": new}
+    results = {name: run.result for name, run in runs.items()}
+    caveats, svgs = named_caveats(results), {}
+    if comparison.deltas:
+        svgs["changes"] = changes_svg(comparison.deltas)
+    if comparison.curves:
+        svgs["operating-curve"] = operating_curve_svg(comparison.curves)
     return report_page(
         "report/comparison.jinja",
         base=base,
@@ -229,10 +223,10 @@ def comparison_page(
         warnings=caveats["warnings"],
         notes=[*caveats["notes"], *map(sentence, comparison.notes)],
         cards=delta_cards(comparison),
-        figures=figures,
+        figures=figures_of(runs, len(runs), svgs, CAPTIONS),
         aspects=aspects_table(comparison),
         limits=deltas_table(comparison.deltas, checks=comparison.checks),
-        others=[*quality_rows(comparison), *task_rows(comparison), *memory_rows(comparison)],
+        others=unlimited_table(comparison),
         operating_table=operating_table,
         starts=starts,
     )
@@ -244,8 +238,8 @@ PLOT_WIDTH = 41
 def summary(comparison: Comparison) -> str:
     """The verdict in Markdown for the page of a job: sentence, table, plot, and error rates."""
     table = deltas_table(comparison.deltas, checks=comparison.checks)
-    head = f"### {HEADLINES[comparison.outcome]}: {comparison.title}"
-    lines = [head, "", f"{comparison.sentence}.", ""]
+    verdict = verdict_of(comparison)
+    lines = [f"### {verdict.headline}", "", verdict.sentence, ""]
     if table.rows:
         lines += [*markdown_table(table.header, table.rows), ""]
     if drawn := plot_lines(comparison.deltas):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..gate.compare import Comparison, RunData
 from ..gate.limits import GateOutcome
 from ..gate.verdict import STEPS, MeasuredVerdict, OperatingCurve
 from ..metrics.metrics import samples
@@ -33,6 +32,7 @@ from ..page.plot_style import (
     whole_numbers,
 )
 from ..record.comparable import served_weight_bytes
+from ..record.result import RunData
 from .depth import depth_curves, depth_svg
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
                     )
                 axis.set_title(" · ".join(marks), loc="right", fontsize=8.5, color=MUTED)
         title(axis, name_of)
-        axis.set_xlabel("ms")
-        axis.set_xlim(left=0)
-        axis.set_ylim(0, 1.02)
+        axis.set(xlabel="ms", xlim=(0, None), ylim=(0, 1.02))
         # The last label of a panel would run into the first of the next one.
         axis.locator_params(axis="x", nbins=5, prune="upper")
     axes[0].set_ylabel("share of the sample at or below")
@@ -124,9 +122,8 @@ def timeline_svg(load_pass: LoadPass) -> str:
     edges = np.arange(0, load_pass.duration + width, width)
     tokens, _ = np.histogram(times, bins=edges, weights=counts)
     rate.stairs(tokens / width, edges, fill=True, color=DECODE, alpha=0.85)
-    rate.set_ylabel("tokens/s")
-    rate.set_xlabel("seconds from the start of the pass")
-    rate.set_xlim(0, load_pass.duration)
+    span = 0, load_pass.duration
+    rate.set(ylabel="tokens/s", xlabel="seconds from the start of the pass", xlim=span)
     return to_svg(figure, "Timeline of the requests of one pass and the tokens per second")
 
 
@@ -142,8 +139,7 @@ def turns_svg(turns: Sequence[Mapping[str, Any]]) -> str:
             numbers, values, style, marker="o", markersize=4, color=PREFILL, label=f"{key} TTFT"
         )
     title(latency, "Time to first token")
-    latency.set_ylabel("ms")
-    latency.set_ylim(bottom=0)
+    latency.set(ylabel="ms", ylim=(0, None))
     prompts = [turn["mean_prompt_len"] for turn in seen]
     cached = [turn["mean_cached_tokens"] for turn in seen]
     length.bar(numbers, prompts, color=MUTED, alpha=0.4, label="prompt")
@@ -184,11 +180,9 @@ def steps_svg(load_pass: LoadPass) -> str:
     used = np.array([step.kv_blocks_used for step in steps])[latest]
     blocks.stairs(used, edges, fill=True, color=MUTED, alpha=0.35)
     blocks.stairs(used, edges, color=INK, linewidth=1.2)
-    blocks.set_ylabel("KV blocks")
     whole_numbers(blocks, "y")
-    blocks.set_xlabel("seconds from the start of the pass")
-    blocks.set_ylim(bottom=0)
-    blocks.set_xlim(0, edges[-1])
+    blocks.set(ylabel="KV blocks", xlabel="seconds from the start of the pass")
+    blocks.set(ylim=(0, None), xlim=(0, edges[-1]))
     return to_svg(figure, "Prefill and decode tokens of the steps over time, and KV blocks in use")
 
 
@@ -233,10 +227,9 @@ def _draw_roofs(axis: Axes, grid: np.ndarray, ceilings: Mapping[str, float] | No
     """The ceilings of one run over the intensities of `grid`, or their shares for several runs."""
     if ceilings is None:
         log_scale(axis, "x", "y")
-        axis.set_xlim(grid[0], grid[-1])
         axis.plot(grid, np.minimum(1.0, grid), color=INK, label="each run's own ceilings")
-        axis.set_xlabel("FLOP per model byte moved / those at the ridge")
-        axis.set_ylabel("FLOP/s / those of matmul")
+        across = "FLOP per model byte moved / those at the ridge"
+        axis.set(xlabel=across, ylabel="FLOP/s / those of matmul", xlim=(grid[0], grid[-1]))
         title(axis, "Each run under its own measured ceilings")
         return
     axis.set(xscale="log", yscale="log", xlim=(grid[0], grid[-1]))
@@ -247,8 +240,7 @@ def _draw_roofs(axis: Axes, grid: np.ndarray, ceilings: Mapping[str, float] | No
         roof = np.minimum(ceilings["flops"], grid * ceilings[key])
         label = f"{name}: {ceilings[key] / 1e9:.3g} GB/s"
         axis.plot(grid, roof, color=INK if style == "-" else MUTED, linestyle=style, label=label)
-    axis.set_xlabel("FLOP per model byte moved")
-    axis.set_ylabel("FLOP/s")
+    axis.set(xlabel="FLOP per model byte moved", ylabel="FLOP/s")
     title(axis, f"Measured ceilings, matmul {ceilings['flops'] / 1e9:.3g} GFLOP/s")
 
 
@@ -273,34 +265,24 @@ def run_figures(result: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[s
     return figures
 
 
-def comparison_figures(base: RunData, new: RunData, comparison: Comparison) -> dict[str, str]:
-    runs = named_runs(base, new, comparison)
+def figures_of(
+    runs: Mapping[str, RunData], least: int, svgs: Mapping[str, str], captions: Mapping[str, str]
+) -> dict[str, Figure]:
+    """`svgs`, and the runs side by side: bars, quality at depth, and latencies and rooflines where at least
+    `least` runs have them."""
     results = {name: run.result for name, run in runs.items()}
-    figures = {"side-by-side": bars_svg(results)}
-    if comparison.deltas:
-        figures["changes"] = changes_svg(comparison.deltas)
-    if comparison.curves:
-        figures["operating-curve"] = operating_curve_svg(comparison.curves)
-    if base.requests and new.requests:
-        latencies = {name: latency_samples(run) for name, run in runs.items()}
-        figures["distributions"] = distributions_svg(latencies)
-    if len(roofs := rooflines(results)) == len(results):
-        figures["roofline"] = roofline_svg(roofs)
-    if curves := depth_curves(results):
-        figures["depth"] = depth_svg(curves)
-    return figures
-
-
-def rooflines(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    drawn = {**svgs, "side-by-side": bars_svg(results)}
+    latencies = {name: latency_samples(run) for name, run in runs.items() if run.requests}
+    if len(latencies) >= least:
+        drawn["distributions"] = distributions_svg(latencies)
     roofs = {name: result["llmopt"]["roofline"] for name, result in results.items()}
-    return {name: roof for name, roof in roofs.items() if roof and roof["points"]}
-
-
-def named_runs(base: RunData, new: RunData, comparison: Comparison) -> dict[str, RunData]:
-    """The runs of a page by different names."""
-    if comparison.is_alone:
-        return {new.name: new}
-    return {base.name: base, new.name if new.name != base.name else f"{new.name} (new)": new}
+    roofs = {name: roof for name, roof in roofs.items() if roof and roof["points"]}
+    if len(roofs) >= least:
+        drawn["roofline"] = roofline_svg(roofs)
+    if curves := depth_curves(results):
+        drawn["depth"] = depth_svg(curves)
+    shared = {"roofline": SHARED_ROOFLINE} if len(roofs) > 1 else {}
+    return captioned(drawn, **shared, **captions)
 
 
 @drawn
@@ -309,11 +291,7 @@ def changes_svg(deltas: Sequence[MeasuredVerdict]) -> str:
     figure, (axis,) = canvas(width=11, height=0.9 + 0.5 * len(deltas))
     colours = {GateOutcome.PASS: GOOD, GateOutcome.REGRESSION: BAD, GateOutcome.NO_VERDICT: UNSURE}
     for row, delta in enumerate(deltas):
-        low, high = slowdown_bounds(delta)
-        colour = colours[delta.outcome]
-        if math.isfinite(low + high):
-            axis.plot([low * 100, high * 100], [row, row], color=colour, linewidth=3, alpha=0.45)
-        axis.plot(delta.worse * 100, row, "o", color=colour, markersize=8)
+        draw_change(axis, row, delta, colours[delta.outcome])
         if delta.allowed is not None:
             at = delta.allowed * 100
             axis.plot([at, at], [row - 0.3, row + 0.3], color=BAD, linewidth=1.5, linestyle="--")
@@ -323,6 +301,14 @@ def changes_svg(deltas: Sequence[MeasuredVerdict]) -> str:
     axis.grid(visible=False, axis="y")
     axis.set_xlabel("% slower than the base (left of 0: faster)")
     return to_svg(figure, "Change of every gated metric with its interval")
+
+
+def draw_change(axis: Axes, row: int, delta: MeasuredVerdict, colour: str) -> None:
+    """Draw a slowdown in percent as a dot with its 90 % interval; an unbounded one is left out."""
+    low, high = slowdown_bounds(delta)
+    if math.isfinite(low + high):
+        axis.plot([low * 100, high * 100], [row, row], color=colour, linewidth=3, alpha=0.45)
+    axis.plot(delta.worse * 100, row, "o", color=colour, markersize=8)
 
 
 @drawn

@@ -9,20 +9,12 @@ from typing import Any, Literal
 
 from ...base.errors import BadInput
 from ..gate.compare import unusable
-from ..page.page import Figure, Page, ReportVerdict, drawn
+from ..page.page import Figure, Page, ReportTable, ReportVerdict, Tone, drawn
 from ..page.plot_style import INK, MUTED, SERIES, canvas, label, title, to_svg
 from ..record.comparable import incomparable, served_weight_bytes, widened_notes
 from ..record.result import RunData
-from .figures import (
-    SHARED_ROOFLINE,
-    bars_svg,
-    captioned,
-    distributions_svg,
-    latency_samples,
-    roofline_svg,
-    rooflines,
-)
-from .parts import named_caveats, report_page
+from .figures import figures_of
+from .parts import SUMMARY, named_caveats, report_page, summary_cells
 
 QUALITY_LABELS = {"kl": "KL (nats)", "perplexity": "Perplexity"}
 
@@ -131,29 +123,35 @@ def joined_page(runs: Sequence[RunData]) -> Page:
         verdict=joined_verdict(results, candidates, best, quality_name),
         warnings=[*obstacles, *caveats["warnings"]],
         notes=[*caveats["notes"], *widened_notes(results)],
-        best=best,
-        figures=joined_figures(named, candidates, quality_name),
-        served_weight_bytes=served_weight_bytes,
+        runs=runs_table(results, best),
+        figures={
+            **figures_of(named, 1, {}, {"side-by-side": ""}),
+            **pareto_figures(candidates, quality_name),
+        },
     )
 
 
-def joined_figures(
-    named: Mapping[str, RunData], candidates: Mapping[str, ParetoPoint], quality_name: str | None
+def runs_table(results: Mapping[str, Mapping[str, Any]], best: Sequence[str]) -> ReportTable:
+    """A row for each run, in green those on the Pareto front."""
+    rows = [
+        [name, *summary_cells(result), "yes" if name in best else "no"]
+        for name, result in results.items()
+    ]
+    tones: dict[int, Tone] = {n: "good" for n, name in enumerate(results) if name in best}
+    return ReportTable(["run", *SUMMARY, "front"], rows, tones=tones)
+
+
+def pareto_figures(
+    candidates: Mapping[str, ParetoPoint], quality_name: str | None
 ) -> dict[str, Figure]:
-    """Pareto fronts where quality is comparable, distributions of the runs with a request table, the rest."""
-    results = {name: run.result for name, run in named.items()}
-    svgs = {"side-by-side": bars_svg(results)}
-    if samples := {name: latency_samples(run) for name, run in named.items() if run.requests}:
-        svgs["distributions"] = distributions_svg(samples)
-    if roofs := rooflines(results):
-        svgs["roofline"] = roofline_svg(roofs)
-    fronts = {}
-    for name in ("size", "speed") if are_comparable(candidates) else ("size",):
-        if quality_name is not None:
-            svg = pareto_svg(candidates, quality_name, name)
-            fronts[name] = Figure(f"pareto-{name}", svg, half=True)
-    captions = {"side-by-side": "", **({"roofline": SHARED_ROOFLINE} if len(roofs) > 1 else {})}
-    return {**captioned(svgs, **captions), **fronts}
+    """Pareto fronts where quality is comparable; that of speed where speeds are too."""
+    if quality_name is None:
+        return {}
+    against = ("size", "speed") if are_comparable(candidates) else ("size",)
+    return {
+        name: Figure(f"pareto-{name}", pareto_svg(candidates, quality_name, name), half=True)
+        for name in against
+    }
 
 
 def unique_names(runs: Sequence[RunData]) -> dict[str, RunData]:

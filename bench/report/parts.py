@@ -27,6 +27,8 @@ from ..page.page import (
     page_of,
     percent,
     sentence,
+    size,
+    span,
     to_html,
     to_markdown,
 )
@@ -34,6 +36,7 @@ from ..quality import summary
 from ..quality.summary import score_of
 from ..quality.task_items import metric_name, score_words, task_rows
 from ..quality.tool_calls import call_sentence
+from ..record.comparable import served_weight_bytes
 from .depth import depth_curves, depth_table
 
 
@@ -42,20 +45,17 @@ def report_page(template: str, **record: Any) -> Page:
 
 
 def shared() -> dict[str, Any]:
-    functions = (facts, felt_scores, formula_table, layer_rows, load_words, marked, metric_name)
-    functions = (
-        *functions,
-        call_sentence,
-        depth_curves,
-        depth_table,
-        reason_in_words,
-        score_words,
-        split_sentence,
-        task_rows,
-    )
-    constants = {"SCORES": SCORES, "SHADES": SHADES, "SHARES": SHARES, "STEP_FORMULA": FORMULA}
+    functions = (facts, felt_table, formula_table, known, layer_rows, load_words, marked)
+    functions += (call_sentence, depth_curves, depth_table, reason_in_words, split_sentence)
+    functions += (metric_name, score_words, scores_table, task_rows)
+    constants = {"SHADES": SHADES, "STEP_FORMULA": FORMULA}
     constants |= {"COST_FORMULAS": run_statistics.COST_FORMULAS, "STEP_PARTS": PARTS | DRAFTING}
     return constants | {function.__name__: function for function in functions}
+
+
+def known(results: Mapping[str, Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """{name: the part of the record under `key`}, of the runs that have it."""
+    return {name: part for name, run in results.items() if (part := run["llmopt"].get(key))}
 
 
 def load_words(load: Mapping[str, Any]) -> str:
@@ -86,6 +86,24 @@ def _arrivals(load: Mapping[str, Any], what: str) -> str:
     shape = shape or f"gamma, burstiness {burstiness}"
     rate = f"{load['request_rate']:g} {what}/s ({shape})"
     return f"{rate}, at most {limit} in flight" if limit else rate
+
+
+SUMMARY = ("weights", "perplexity", "KL nats", "top-1", "tokens/s", "TTFT", "TPOT")
+
+
+def summary_cells(result: Mapping[str, Any]) -> list[str]:
+    """Memory, quality and speed of a run, in the columns of `SUMMARY`."""
+    record = result["llmopt"]
+    scored, metrics = record["quality"] or {}, record["metrics"]
+    return [
+        size(served_weight_bytes(result)),
+        number(scored.get("perplexity"), 3),
+        number(scored.get("kl_nats"), 4),
+        percent(scored.get("top1_agreement")),
+        number(result["output_throughput"], 0),
+        f"{number(metrics['ttft']['median'], 1)} ms",
+        f"{number(metrics['tpot']['median'], 2)} ms",
+    ]
 
 
 def warnings(result: Mapping[str, Any]) -> list[str]:
@@ -192,40 +210,58 @@ def write_page(page: Page, folder: Path) -> None:
 
 # KL divergence in nats from which a token gets each shade.
 SHADES = (0.05, 0.25, 1.0, 3.0)
-SCORES = (
-    ("Perplexity", "perplexity", 4),
-    ("Perplexity of the reference", "reference_perplexity", 4),
-    ("Perplexity ratio to the reference", "perplexity_ratio", 5),
-    ("KL from the reference, mean (nats)", "kl_nats", 5),
-    ("KL, median", "median_kl_nats", 5),
-    ("KL, p90", "p90_kl_nats", 5),
-    ("KL, p95", "p95_kl_nats", 5),
-    ("KL, p99", "p99_kl_nats", 5),
-    ("KL, p99.9", "p999_kl_nats", 5),
-    ("KL, largest", "max_kl_nats", 5),
+_FOUR, _FIVE, _SHARE = (
+    partial(number, digits=4),
+    partial(number, digits=5),
+    partial(percent, digits=2),
 )
-SHARES = (("Top-1 agreement", "top1_agreement"), ("Tokens whose rank moved", "rank_moved"))
+SCORES = (
+    ("Perplexity", "perplexity", _FOUR),
+    ("Perplexity of the reference", "reference_perplexity", _FOUR),
+    ("Perplexity ratio to the reference", "perplexity_ratio", _FIVE),
+    ("KL from the reference, mean (nats)", "kl_nats", _FIVE),
+    ("KL, median", "median_kl_nats", _FIVE),
+    ("KL, p90", "p90_kl_nats", _FIVE),
+    ("KL, p95", "p95_kl_nats", _FIVE),
+    ("KL, p99", "p99_kl_nats", _FIVE),
+    ("KL, p99.9", "p999_kl_nats", _FIVE),
+    ("KL, largest", "max_kl_nats", _FIVE),
+    ("Top-1 agreement", "top1_agreement", _SHARE),
+    ("Tokens whose rank moved", "rank_moved", _SHARE),
+)
 
 
-def felt_scores(quality: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Rows of the scores where users notice them: at sure positions, by domain, and flips."""
+def scores_table(quality: Mapping[str, Any]) -> ReportTable:
+    """Scores of all positions, with their intervals."""
+    rows = []
+    for label, key, shown in SCORES:
+        if quality.get(key) is not None:
+            sides = quality["intervals"].get(key)
+            rows.append([label, shown(quality[key]), span(sides, shown) if sides else ""])
+    caption = (
+        f"{quality['num_tokens']:,} positions of {quality['source']}, protocol {quality['protocol']}: "
+        f"{quality['description']}. Reference: {quality['reference'] or 'none'}. "
+        f"Intervals: {quality['interval_method']}."
+    )
+    return ReportTable(["", "value", "95 % interval"], rows, caption)
+
+
+def felt_table(quality: Mapping[str, Any]) -> ReportTable | None:
+    """The scores where users notice them: at sure positions, by domain, and flips; None without any."""
     rows = []
     for key, scored in SCORED.items():
-        score = score_of(quality, scored.name) if scored.is_felt else None
-        if score is None:
+        if not scored.is_felt or (score := score_of(quality, scored.name)) is None:
             continue
-        value, sides = score[0], score[1] or (None, None)
-        format_value = (
-            partial(percent, digits=2) if scored.unit == "share" else partial(number, digits=5)
-        )
-        between = " to ".join("unbounded" if side is None else format_value(side) for side in sides)
+        shown = _SHARE if scored.unit == "share" else _FIVE
         part, unit = scored.name.rsplit(".", 1)[0], "items" if key == "flips" else "tokens"
         count = score_of(quality, f"{part}.num_{unit}")
         of = "" if count is None else f"{count[0]:,} {unit}"
-        rows.append(
-            {"label": scored.label, "value": format_value(value), "interval": between, "of": of}
-        )
-    return rows
+        rows.append([scored.label, shown(score[0]), span(score[1] or (None, None), shown), of])
+    caption = (
+        "Where users feel it: the positions where the reference is sure (p ≥ 0.9), the bundled texts by "
+        "domain, and answers to the bundled multiple-choice items."
+    )
+    return ReportTable(["", "value", "95 % interval", "of"], rows, caption) if rows else None
 
 
 LAYER = re.compile(r"\.layers?\.(\d+)\.|\.h\.(\d+)\.")

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ...engine.base.units import format_gib, format_tokens
 from ...engine.planner.cache_size import OF_ENGINE
-from ...engine.planner.catalog import find_model
 from ...engine.planner.explain import explain
 from ...engine.planner.own_runs import OwnRow
 from ...engine.planner.plan import DeploymentPlan, DevicePlan
-from ...engine.planner.plan_json import WrittenPlan, read_plan
+from ...engine.planner.plan_json import WrittenPlan
 from ...engine.planner.speed import attainable_flops
 from ..metrics.trace import LoadPass, RequestTrace
 from ..page.page import Figure, ReportVerdict, drawn, page_of, to_html
@@ -62,8 +60,7 @@ def plan_page(plan: DeploymentPlan) -> str:
 
 
 def _verdict(plan: DeploymentPlan, first: DevicePlan) -> ReportVerdict:
-    count = first.deployment.gpus
-    where = f"{count} x {first.gpu}"
+    where = _name(first)
     limit = f"the {first.binding_constraint.replace('_', ' ').replace('kv', 'KV')}"
     more = first.relaxations[0] if first.relaxations else None
     hint = f" {more.change} would bring {more.gained_sequences} more." if more else ""
@@ -75,10 +72,14 @@ def _verdict(plan: DeploymentPlan, first: DevicePlan) -> ReportVerdict:
     return ReportVerdict("bad", f"Does not fit on {where}.", f"The limit is {limit}.{hint}")
 
 
+def _name(device: DevicePlan) -> str:
+    return f"{device.deployment.gpus} x {device.gpu}"
+
+
 @drawn
 def _memory_svg(devices: Sequence[DevicePlan]) -> str:
     figure, (axis,) = canvas(width=9, height=0.9 + 0.42 * len(devices))
-    names = [f"{device.deployment.gpus} x {device.gpu}" for device in devices]
+    names = list(map(_name, devices))
     places = range(len(devices))
     left = [0.0] * len(devices)
     parts = []
@@ -116,17 +117,14 @@ def _sequences_svg(plan: DeploymentPlan) -> str:
         ]
         points = [(c, n) for c, n in zip(contexts, fitting, strict=True) if n > 0]
         if points:
-            name = f"{device.deployment.gpus} x {device.gpu}"
-            axis.plot(
-                *zip(*points, strict=True), color=colour, marker="o", markersize=3, label=name
-            )
+            style = {"color": colour, "marker": "o", "markersize": 3, "label": _name(device)}
+            axis.plot(*zip(*points, strict=True), **style)
     axis.plot([plan.workload.context], [plan.workload.sequences], "x", color=INK, markersize=9)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
     axis.set_xticks(contexts, [format_tokens(context) for context in contexts], fontsize=8)
     axis.yaxis.set_major_formatter(lambda count, _: f"{count:,.0f}" if count >= 1 else "")
-    axis.set_xlabel("tokens of each sequence")
-    axis.set_ylabel("sequences at once")
+    axis.set(xlabel="tokens of each sequence", ylabel="sequences at once")
     if axis.get_legend_handles_labels()[1]:
         axis.legend(frameon=False, fontsize=8.5)
     return to_svg(figure, "Context against concurrency")
@@ -137,7 +135,6 @@ def _times_svg(devices: Sequence[DevicePlan]) -> str:
     """Bars of the expected times; whiskers are the bands of measured times."""
     loaded = [(device, device.predicted) for device in devices if device.predicted is not None]
     figure, axes = canvas(2, width=9, height=0.9 + 0.42 * len(loaded), sharey=True)
-    names = [f"{device.deployment.gpus} x {device.gpu}" for device, _ in loaded]
     for axis, quantity, colour in zip(axes, ("tpot", "ttft"), SERIES, strict=False):
         for row, (_, means) in enumerate(loaded):
             value = 1e3 * getattr(means, f"{quantity}_seconds")
@@ -150,7 +147,7 @@ def _times_svg(devices: Sequence[DevicePlan]) -> str:
                 axis.plot([low * value, high * value], [row] * 2, dashed, color=INK, marker="|")
         axis.set_xlabel(f"{quantity.upper()}, ms")
         axis.grid(axis="y", visible=False)
-    axes[0].set_yticks(range(len(loaded)), names)
+    axes[0].set_yticks(range(len(loaded)), [_name(device) for device, _ in loaded])
     axes[0].invert_yaxis()
     return to_svg(figure, "Expected TPOT and TTFT under load, with the error of such plans")
 
@@ -177,19 +174,11 @@ def _roofline_svg(device: DevicePlan) -> str:
         bound = attainable_flops(x, peak, hardware.bandwidth)
         axis.plot([x, x], [y, bound], ":", color=colour)
     label(axis, f"ridge {ridge:.0f} FLOP/B", (ridge, peak), (6, -14), fontsize=8.5, color=MUTED)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("FLOP per byte (model bytes)")
-    axis.set_ylabel("FLOP/s of one GPU")
+    axis.set(xscale="log", yscale="log")
+    axis.set(xlabel="FLOP per byte (model bytes)", ylabel="FLOP/s of one GPU")
     axis.legend(frameon=False, loc="lower right")
     title(axis, f"{device.gpu}, {recipe.label}")
     return to_svg(figure, f"Roofline of {device.gpu}: prefill and decode")
-
-
-def plan_for_folder(path: Path, folder: Path) -> WrittenPlan:
-    """Read a plan file and check it against the model in a folder. Raises BadInput: the file is not a plan,
-    or it is for another model."""
-    return read_plan(path, find_model(str(folder)))
 
 
 def residuals(

@@ -57,7 +57,7 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
         SHORT=SHORT,
         LATENCIES=LATENCIES,
         certificate=certificate,
-        planned=planned,
+        plan_table=plan_table,
         shell=shlex.join,
         window_words=window_sentence,
     )
@@ -190,6 +190,16 @@ def planned(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def plan_table(part: Mapping[str, Any]) -> ReportTable:
+    """Predictions of a plan, with what was measured and the residual."""
+    rows = []
+    for row in part["rows"]:
+        sides, moved = (planned(row[side]) for side in ("predicted", "measured")), row["residual"]
+        residual = "-" if moved is None else percent(moved, signed=True)
+        rows.append([f"{row['quantity']}, {row['unit']}", *sides, residual, row["load"]])
+    return ReportTable(["against the plan", "predicted", "measured", "residual", "for"], rows)
 
 
 SWEEP_NAME = "sweep.json"
@@ -325,9 +335,7 @@ def throughput_latency_svg(record: Mapping[str, Any]) -> str:
         label(axis, text, (x, y), (6, -12), fontsize=9, color=NEW if at_knee else MUTED)
         if at_knee:
             axis.plot(x, y, "o", color=NEW, markersize=10)
-    axis.set_xlim(left=0)
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("mean end-to-end latency, ms")
-    axis.set_ylabel("output tokens/s")
+    axis.set(xlabel="mean end-to-end latency, ms", ylabel="output tokens/s")
+    axis.set(xlim=(0, None), ylim=(0, None))
     title(axis, f"Labels: {UNITS[kind]}")
     return to_svg(figure, "Output throughput against mean latency, one point per load")

@@ -14,7 +14,8 @@ from ...base.errors import BadInput
 from ...base.memory import peak_memory_bytes, restart_peak_memory
 from ...base.progress import Progress
 from ...engine.execution.step_loop import StepRecorder
-from ...engine.planner.catalog import facts_of
+from ...engine.planner.catalog import facts_of, find_model
+from ...engine.planner.plan_json import read_plan
 from ...quant.source.models import resolve_model, short_name
 from ..load.address import (
     BACKENDS,
@@ -55,7 +56,7 @@ from ..record.run_record import (
     speculation_part,
 )
 from ..report.parts import recorded_layer_errors
-from ..report.plan_page import plan_for_folder, residuals
+from ..report.plan_page import residuals
 from ..workloads.datasets import build_workload, resolved_options
 from ..workloads.workload import Workload, shared_tokens
 from .quality import ScoredQuality, check_depths, quality_passage, score_quality, score_served
@@ -80,7 +81,7 @@ class EngineSession(BenchSession):
     ) -> None:
         self._model = resolve_model(options.model)
         self._model_facts = facts_of(self._model)
-        self._plan = plan_for_folder(options.plan, self._model) if options.plan else None
+        self._plan = read_plan(options.plan, find_model(str(self._model))) if options.plan else None
         # Before the model is loaded, so that a missing task costs nothing.
         tasks = prepare_tasks(options.task_names, options) if options.task_names else None
         run_progress = RunProgress.of(progress, options)

@@ -273,6 +273,11 @@ class RecipeRun:
     variants: tuple[VariantRun, ...]
 
     @property
+    def runs(self) -> dict[str, RunData]:
+        """The runs by name, the original's first."""
+        return {data.name: data for data in (self.base, *(v.data for v in self.variants))}
+
+    @property
     def speed_reach(self) -> list[dict[str, Any]]:
         """Reach of this machine under each limit on speed; empty for a recipe without `gate_speed`."""
         path = self.folder / REACH_NAME
@@ -295,11 +300,6 @@ class RecipeRun:
             "speed_reach": self.speed_reach,
             "variants": {run.variant.name: run.record() for run in self.variants},
         }
-
-
-def all_results(run: RecipeRun) -> dict[str, dict[str, Any]]:
-    named: Sequence[RunData] = [run.base, *(variant.data for variant in run.variants)]
-    return {data.name: data.result for data in named}
 
 
 FORMULAS = {

@@ -11,28 +11,17 @@ from ..gate.aspects import SPEED
 from ..gate.compare import Comparison
 from ..gate.limits import GateOutcome
 from ..metrics.step_words import reason_in_words
-from ..page.page import Figure, Page, ReportTable, ReportVerdict, drawn, number, percent, size
+from ..page.page import Page, ReportTable, ReportVerdict, drawn, number, percent
 from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
-from ..record.comparable import served_weight_bytes, widened_words
-from ..report.comparison import HEADLINES, TONES, aspects_table, deltas_table
-from ..report.depth import depth_curves, depth_svg
-from ..report.figures import (
-    SHARED_ROOFLINE,
-    bars_svg,
-    captioned,
-    distributions_svg,
-    latency_samples,
-    roofline_svg,
-    rooflines,
-    slowdown_bounds,
-)
-from ..report.parts import named_caveats, report_page
+from ..record.comparable import widened_words
+from ..report.comparison import TONES, aspects_table, deltas_table
+from ..report.figures import draw_change, figures_of
+from ..report.parts import SUMMARY, named_caveats, report_page, summary_cells
 from ..report.run_report import load_text, sweep_page, sweep_verdict
 from .recipe import BASE_NAME
-from .recipe_files import FORMULAS, CapacityRun, RecipeRun, VariantRun, all_results
+from .recipe_files import FORMULAS, CapacityRun, RecipeRun, VariantRun
 
-HEADER = ("model", "weights", "perplexity", "KL nats", "top-1", "tokens/s", "TTFT", "TPOT")
-HEADER += ("speed", "overall")
+HEADER = ("model", *SUMMARY, "speed", "overall")
 WEIGHTS_CAPTION = (
     "Weights: as held; of a model that is not quantized, at most the bytes of its file."
 )
@@ -42,26 +31,15 @@ def verdict_rows(run: RecipeRun) -> list[list[str]]:
     """Summary rows, one per checkpoint: quality, memory and speed."""
     comparisons = {variant.variant.name: variant.comparison for variant in run.variants}
     rows = []
-    for name, result in all_results(run).items():
-        record = result["llmopt"]
-        scored = record["quality"] or {}
-        comparison, verdicts = comparisons.get(name), ("reference", "")
-        if comparison is not None:
+    for name, data in run.runs.items():
+        cells, comparison = summary_cells(data.result), comparisons.get(name)
+        if comparison is None:
+            cells[2:4] = "", ""  # the distance from itself
+            verdicts = "reference", ""
+        else:
             speed = (a.verdict for a in comparison.aspects if a.aspect == SPEED)
             verdicts = next(speed, ""), comparison.outcome.value
-        rows.append(
-            [
-                name,
-                size(served_weight_bytes(result)),
-                number(scored.get("perplexity"), 3),
-                "" if comparison is None else number(scored.get("kl_nats"), 4),
-                "" if comparison is None else percent(scored.get("top1_agreement")),
-                number(result["output_throughput"], 0),
-                f"{number(record['metrics']['ttft']['median'], 1)} ms",
-                f"{number(record['metrics']['tpot']['median'], 2)} ms",
-                *verdicts,
-            ]
-        )
+        rows.append([name, *cells, *verdicts])
     return rows
 
 
@@ -95,7 +73,7 @@ def recipe_verdict(run: RecipeRun) -> ReportVerdict:
         return ReportVerdict("plain", headline + ".", sentence)
     outcome = GateOutcome.of(variant.comparison.outcome for variant in run.variants)
     names = [v.variant.name for v in run.variants if v.comparison.outcome is outcome]
-    verdict = f"{HEADLINES[outcome]}: {', '.join(names)} against the {BASE_NAME}."
+    verdict = f"{outcome.capitalize()}: {', '.join(names)} against the {BASE_NAME}."
     return ReportVerdict(TONES[outcome], verdict, f"{headline}. {sentence}")
 
 
@@ -160,10 +138,7 @@ def variants_svg(variants: Sequence[VariantRun]) -> str:
         for row, variant in enumerate(variants):
             colour = SERIES[(row + 1) % len(SERIES)]
             for delta in (d for d in variant.comparison.deltas if d.key == key):
-                low, high = slowdown_bounds(delta)
-                ends = [low * 100, high * 100]
-                axis.plot(ends, [row, row], color=colour, linewidth=3, alpha=0.45)
-                axis.plot(delta.worse * 100, row, "o", color=colour, markersize=8)
+                draw_change(axis, row, delta, colour)
                 if delta.allowed is not None:
                     axis.axvline(delta.allowed * 100, color=BAD, linewidth=1, linestyle="--")
         axis.axvline(0, color=INK, linewidth=1)
@@ -187,8 +162,15 @@ def summary_table(run: RecipeRun) -> ReportTable:
     return ReportTable(HEADER, rows, caption=caption)
 
 
+CAPTIONS = {
+    "side-by-side": "Speed, quality and memory on the same prompts.",
+    "changes": "Dots are estimates, bars 90 % intervals, dashes the limits. Throughput is shown as time "
+    "per token.",
+}
+
+
 def recipe_page(run: RecipeRun) -> Page:
-    results = all_results(run)
+    results = {name: data.result for name, data in run.runs.items()}
     explained = [decode_explanation(result) for result in results.values()]
     return report_page(
         "studies/recipe.jinja",
@@ -200,34 +182,12 @@ def recipe_page(run: RecipeRun) -> Page:
         summary=summary_table(run),
         gate=gate_sentence(run),
         explanation=next(filter(None, explained), ""),
-        figures=recipe_figures(run),
+        figures=figures_of(
+            run.runs, len(results), {"changes": variants_svg(run.variants)}, CAPTIONS
+        ),
         deltas_table=deltas_table,
         aspects_table=aspects_table,
     )
-
-
-def recipe_figures(run: RecipeRun) -> dict[str, Figure]:
-    """Side by side, changes, distributions and, where there is one, the roofline."""
-    results = all_results(run)
-    data = [run.base, *(variant.data for variant in run.variants)]
-    svgs = {
-        "side-by-side": bars_svg(results),
-        "changes": variants_svg(run.variants),
-        "distributions": distributions_svg(
-            {variant.name: latency_samples(variant) for variant in data}
-        ),
-    }
-    if len(roofs := rooflines(results)) == len(results):
-        svgs["roofline"] = roofline_svg(roofs)
-    if curves := depth_curves(results):
-        svgs["depth"] = depth_svg(curves)
-    captions = {
-        "side-by-side": "Speed, quality and memory on the same prompts.",
-        "changes": "Dots are estimates, bars 90 % intervals, dashes the limits. Throughput is shown as time "
-        "per token.",
-        "roofline": SHARED_ROOFLINE,
-    }
-    return captioned(svgs, **captions)
 
 
 def capacity_verdict(run: CapacityRun) -> ReportVerdict:
@@ -236,21 +196,17 @@ def capacity_verdict(run: CapacityRun) -> ReportVerdict:
     if knee is None:
         return sweep_verdict(run.sweep)
     fits, length = record["predicted_sequences"], f"{record['sequence_tokens']:,}"
-    if fits is None:
-        sentence = "The plan says nothing of this engine's cache."
-    else:
-        sentence = f"The KV cache holds {record['kv_tokens']:,} tokens, "
-        if fits > knee:
-            sentence += (
-                f"{fits:,} sequences of {length}: computing, not memory, limits the users here."
-            )
-        elif fits == knee:
-            sentence += f"as many sequences of {length} as the knee has users."
-        else:
-            sentence += (
-                f"no more than {fits:,} sequences of {length}: memory limits the users here, "
-            )
-            sentence += "unless their sequences stay short."
+    sentence = "The plan says nothing of this engine's cache."
+    if fits is not None:
+        many = f"{fits:,} sequences of {length}"
+        end = (
+            f"no more than {many}: memory limits the users here, unless their sequences stay short."
+        )
+        if fits == knee:
+            end = f"as many sequences of {length} as the knee has users."
+        elif fits > knee:
+            end = f"{many}: computing, not memory, limits the users here."
+        sentence = f"The KV cache holds {record['kv_tokens']:,} tokens, {end}"
     return ReportVerdict("plain", sweep_verdict(run.sweep).headline, sentence)
 
 

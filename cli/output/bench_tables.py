@@ -11,42 +11,26 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ...bench.gate.compare import Comparison
+    from ...bench.gate.verdict import MeasuredVerdict
     from ...bench.options.options import BenchOptions
 
 
 def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> None:
     """Print the metrics table, a summary, and the comparison with a plan if there is one."""
-    from ...bench.report.run_report import console_table
-    from .console import say
+    from ...bench.report.run_report import console_table, plan_table
+    from .console import say, table_of
 
     out.print(console_table(result, options.reported_metrics, options.metric_percentiles))
     out.print(_summary(result))
     if against := result["llmopt"].get("plan"):
-        out.print(_residuals(against))
+        shown = plan_table(against)
+        style = {"padding": (0, 1, 0, 0), "pad_edge": False}
+        out.print(table_of(shown.header, shown.rows, left=(0, 4), no_wrap=range(4), **style))
         for difference in against["differs"]:
             say(f"not as planned: {difference}")
         if against["row"]:
             what = "kv-plan --measured takes this run, or a folder of such runs"
             say(f"a row of this machine: {what}")
-
-
-def _residuals(part: Mapping[str, Any]) -> Table:
-    from ...bench.report.run_report import planned
-    from .console import table_of
-
-    rows = (
-        (
-            f"{row['quantity']}, {row['unit']}",
-            planned(row["predicted"]),
-            planned(row["measured"]),
-            "-" if row["residual"] is None else f"{row['residual']:+.1%}",
-            row["load"],
-        )
-        for row in part["rows"]
-    )
-    header = ("against the plan", "predicted", "measured", "residual", "for")
-    style = {"padding": (0, 1, 0, 0), "pad_edge": False}
-    return table_of(header, rows, left=(0, 4), no_wrap=range(4), **style)
 
 
 def plain_table(header: Sequence[str], rows: Iterable[Sequence[str]] = (), **style: Any) -> Table:
@@ -103,35 +87,29 @@ def _summary(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _half_width(delta: MeasuredVerdict) -> str:
+    from ...bench.page.page import percent
+
+    return percent(delta.half_width) if math.isfinite(delta.high) else "unbounded"
+
+
 def print_comparison(comparison: Comparison, out: Console) -> None:
-    from ...bench.page.page import number, percent
     from ...bench.report.comparison import (
         aspect_rows,
         check_rows,
-        memory_rows,
+        delta_rows,
         operating_table,
-        quality_rows,
-        task_rows,
+        unlimited_table,
     )
 
     # The page has the intervals too; 80 columns fit only these.
     header = ("", "base", "new", "change", "± 90 %", "limit", "verdict")
     table = plain_table(header, title=comparison.title)
-    for delta in comparison.deltas:
-        table.add_row(
-            f"{delta.label} ({delta.unit})",
-            number(delta.base),
-            number(delta.new),
-            percent(delta.change, signed=True),
-            percent(delta.half_width) if math.isfinite(delta.high) else "unbounded",
-            delta.limit,
-            delta.outcome.value,
-        )
-    for row in check_rows(comparison.checks):
+    for row in [*delta_rows(comparison.deltas, _half_width), *check_rows(comparison.checks)]:
         table.add_row(*row)
     table.add_section()
     limited = tuple(check.label for check in comparison.checks)
-    for row in [*quality_rows(comparison), *task_rows(comparison), *memory_rows(comparison)]:
+    for row in unlimited_table(comparison).rows:
         if not row[0].startswith(limited):
             table.add_row(*row)
     if table.row_count:

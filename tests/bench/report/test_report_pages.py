@@ -40,7 +40,7 @@ from llmopt.bench.record.result import (
 from llmopt.bench.record.run_record import TargetFacts, vllm_part
 from llmopt.bench.report.comparison import comparison_page
 from llmopt.bench.report.parts import formula_table
-from llmopt.bench.report.run_report import console_table, planned, run_page, write_report
+from llmopt.bench.report.run_report import console_table, plan_table, run_page, write_report
 
 from tests.support.page_parts import sections_of
 
@@ -397,7 +397,7 @@ def test_a_plan_is_shown_beside_what_was_measured() -> None:
         ],
         "differs": ["tokens of a block: 32 in the plan, 16 here (--block-size)"],
     }
-    (section,) = sections_of("against_plan", part, planned=planned)
+    (section,) = sections_of("against_plan", part, plan_table=plan_table)
     assert section.tables[0].rows == [["TPOT, ms", "2", "3", "+50.0 %", "8 sequences of 40 tokens"]]
     assert "Not as planned: tokens of a block: 32" in section.paragraphs[1]
 
