@@ -62,6 +62,7 @@ def compare(
 def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOptions) -> Comparison:
     from ..bench.gate.compare import RunData
     from ..bench.gate.compare import compare as judge
+    from ..bench.gate.gate_options import quality_limits
     from ..bench.gate.limits import parse_gate, parse_share
     from ..bench.gate.outputs import write_outputs
 
@@ -69,7 +70,7 @@ def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOpti
         raise BadInput(
             f"compare takes two runs, base and new, and {len(paths)} were given: see llmopt compare --help"
         )
-    quality = limits.quality_gate()
+    quality = quality_limits(limits.max_ppl_increase, limits.max_kl, limits.min_top1)
     gate = parse_gate(limits.gate) if limits.gate is not None else ()
     share = parse_share(limits.threshold)
     before, after = (RunData.read(Path(path)) for path in paths)
@@ -120,13 +121,7 @@ def compare_starts(
     from ..base.atomic_io import is_taken
     from ..bench.gate.outputs import write_outputs
     from ..bench.record.result import stamped
-    from ..bench.studies.starts_series import (
-        PairedSeries,
-        pooled,
-        record_of,
-        starts_page,
-        write_comparison,
-    )
+    from ..bench.studies.starts_series import PairedSeries, pooled, write_comparison
     from .output.console import TerminalProgress, result_console, say
 
     plan = _planned(bench_options, limits, starts, files)
@@ -149,9 +144,8 @@ def compare_starts(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with progress:
         finished = series.run()
-    write_comparison(finished, folder)
-    if files.markdown is not None:
-        starts_page(finished).write(markdown=files.markdown)
+    record, page = write_comparison(finished, folder)
+    page.write(markdown=files.markdown)
     new = pooled(finished.new) if finished.new else None
     write_outputs(new, finished.comparison, files.junit, files.benchmark_json)
     say(
@@ -159,7 +153,7 @@ def compare_starts(
         f"{finished.stopped_because})",
         result_console(files.as_json),
     )
-    return finished.comparison, record_of(finished)
+    return finished.comparison, record
 
 
 def _planned(

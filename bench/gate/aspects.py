@@ -18,6 +18,8 @@ from .limits import DEPTH_KEY, MEASURED, PREFIX, SCORED, GateOutcome
 from .verdict import Interval, LimitVerdict, MeasuredVerdict, between
 
 ASPECTS = SPEED, QUALITY, MEMORY = "speed", "quality", "memory"
+Moved = tuple[tuple[str, str, str], tuple[float, float], float, Interval]
+"""Key, label and unit of a quantity, its values of both sides, and its relative change with the interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,33 +49,18 @@ class AspectVerdict:
         decided = next((verdict for verdict in verdicts if verdict.outcome is outcome), None)
         if decided is None:
             return cls(aspect, outcome.value, reason=reason)
-        is_change, interval = decided.limit.endswith("%"), decided.interval
-        if isinstance(decided, MeasuredVerdict):
-            is_change, interval = True, (decided.low, decided.high)
-        return cls(
-            aspect,
-            outcome.value,
-            limit=decided.limit,
-            label=decided.label,
-            unit=decided.unit,
-            base=decided.base,
-            new=decided.new,
-            change=decided.change,
-            interval=interval,
-            is_of_value=not is_change,
-            reason=decided.reason if decided.new is None else "",
-        )
+        same = ("limit", "label", "unit", "base", "new", "change", "interval")
+        known = {name: getattr(decided, name) for name in same}
+        is_change = isinstance(decided, MeasuredVerdict) or decided.limit.endswith("%")
+        reason = decided.reason if decided.new is None else ""
+        return cls(aspect, outcome.value, is_of_value=not is_change, reason=reason, **known)
 
     @classmethod
-    def without_limit(
-        cls,
-        aspect: str,
-        names: tuple[str, str, str],
-        sides: tuple[float, float],
-        change: float,
-        interval: Interval,
-    ) -> Self:
-        """By the interval of the change of one quantity, by its key, label and unit."""
+    def without_limit(cls, aspect: str, moved: Moved | str) -> Self:
+        """By the interval of the change of one quantity, or the reason that it is not measured."""
+        if isinstance(moved, str):
+            return cls(aspect, "not measured", reason=moved)
+        names, sides, change, interval = moved
         low = -math.inf if interval[0] is None else interval[0]
         high = math.inf if interval[1] is None else interval[1]
         if not higher_is_better(names[0]):
@@ -128,51 +115,45 @@ def aspects_of(
 ) -> tuple[AspectVerdict, ...]:
     """The verdicts on speed, quality and memory, by their limits if they have some. `faults` and `gaps` are
     other reasons for a regression of speed or no verdict on it; `speed` is shown without a limit on one."""
-    without = {
-        SPEED: _speed_without_limit(speed),
-        QUALITY: _quality_without_limit(quality),
-        MEMORY: _memory_without_limit(memory),
+    moved: dict[str, Moved | str] = {
+        QUALITY: _moved_quality(quality),
+        MEMORY: _moved_memory(memory),
     }
+    if isinstance(speed, str):
+        moved[SPEED] = speed
+    else:  # one metric of both runs, which no limit is on
+        names, sides = (speed.key, speed.label, speed.unit), (speed.base, speed.new)
+        moved[SPEED] = names, sides, speed.change, (speed.low, speed.high)
     aspects = []
-    for aspect, otherwise in without.items():
+    for aspect in ASPECTS:
         mine = [verdict for verdict in verdicts if aspect_of(verdict.key) == aspect]
         outcomes = [verdict.outcome for verdict in mine]
         if aspect == SPEED:
             outcomes += [GateOutcome.REGRESSION for _ in faults]
             outcomes += [GateOutcome.NO_VERDICT for _ in gaps]
         if not outcomes:
-            aspects.append(otherwise)
+            aspects.append(AspectVerdict.without_limit(aspect, moved[aspect]))
             continue
         outcome, reason = GateOutcome.of(outcomes), "; ".join(faults or gaps)
         aspects.append(AspectVerdict.of_limits(aspect, outcome, mine, reason))
     return tuple(aspects)
 
 
-def _speed_without_limit(delta: MeasuredVerdict | str) -> AspectVerdict:
-    """Speed by one metric of both runs, which no limit is on."""
-    if isinstance(delta, str):
-        return AspectVerdict(SPEED, "not measured", reason=delta)
-    names, sides = (delta.key, delta.label, delta.unit), (delta.base, delta.new)
-    interval = delta.low, delta.high
-    return AspectVerdict.without_limit(SPEED, names, sides, delta.change, interval)
-
-
-def _quality_without_limit(quality: Mapping[str, Any]) -> AspectVerdict:
-    """Quality by the change of perplexity on the same tokens, of `quality_changes`."""
+def _moved_quality(quality: Mapping[str, Any]) -> Moved | str:
+    """The change of perplexity on the same tokens, of `quality_changes`."""
     if not quality or None in quality["perplexity"]:
-        return AspectVerdict(QUALITY, "not measured", reason="no quality in both runs")
+        return "no quality in both runs"
     change = quality["perplexity_change"]
     if change is None:
-        return AspectVerdict(QUALITY, "not measured", reason="the runs scored different tokens")
+        return "the runs scored different tokens"
     interval = tuple(quality["perplexity_change_interval"] or (change, change))
-    names, sides = ("perplexity", "Perplexity", ""), tuple(quality["perplexity"])
-    return AspectVerdict.without_limit(QUALITY, names, sides, change, interval)
+    return ("perplexity", "Perplexity", ""), tuple(quality["perplexity"]), change, interval
 
 
-def _memory_without_limit(memory: Mapping[str, Any]) -> AspectVerdict:
-    """Memory by the bytes of the weights as served, of `memory_changes`."""
+def _moved_memory(memory: Mapping[str, Any]) -> Moved | str:
+    """The change of the bytes of the weights as served, of `memory_changes`."""
     base, new = memory.get("served_weight_bytes", (None, None))
     if not base or not new:
-        return AspectVerdict(MEMORY, "not measured", reason="no bytes of weights in both runs")
-    change, names = new / base - 1, ("weight_bytes", "Weights as served", "bytes")
-    return AspectVerdict.without_limit(MEMORY, names, (base, new), change, (change, change))
+        return "no bytes of weights in both runs"
+    change = new / base - 1
+    return ("weight_bytes", "Weights as served", "bytes"), (base, new), change, (change, change)

@@ -18,7 +18,6 @@ from ..metrics.run_statistics import HEADLINES
 from ..metrics.statistics import ASSUMED_RUN_CV, run_cv
 from ..record.comparable import (
     DISTURBANCE,
-    FAILURE,
     PROMPTS,
     Difference,
     clock_change,
@@ -30,8 +29,7 @@ from ..record.comparable import (
 )
 from ..record.result import RunData, plain
 from .aspects import ASPECTS, AspectVerdict, aspects_of
-from .counts import check_count, failure_words, length_change, mean_value, relative_change, unfit
-from .gate_options import QualityGate
+from .counts import check_count, length_change, mean_value, relative_change, rise_of_failures, unfit
 from .limits import (
     COUNTED,
     MEASURED,
@@ -152,31 +150,30 @@ def compare(
     *,
     threshold: float = 0.05,
     limits: Sequence[Limit] = (),
-    gate: QualityGate | None = None,
+    gate: Sequence[Limit] = (),
     gate_speed: GateSpeed | None = None,
 ) -> Comparison:
     """Judge the single run `new` against `base` by `limits`; by default, by four speed metrics, none of which
-    may get worse by `threshold` (0.05: 5 %). Without `gate_speed` every limit decides. Raises BadInput: speed
-    shall not decide, and there is no other limit."""
+    may get worse by `threshold` (0.05: 5 %); and by the limits on quality in `gate`. Without `gate_speed`
+    every limit decides. Raises BadInput: speed shall not decide, and there is no other limit."""
     same = base.result["llmopt"]["run_id"] == new.result["llmopt"]["run_id"]
     comparison = _before_limits([base], [new], threshold)
     if comparison.reasons:
         return comparison
     comparison = replace(comparison, tasks=task_changes(base, new))
-    gaps: list[Gap] = []
     chosen = with_waiting(limits) or default_limits(threshold, base.result, new.result)
     if gate_speed == "auto" and is_hosted_runner():
         chosen = by_processor(chosen, base, new)
-    checks = checks_of([*chosen, *(gate.limits if gate else ())], [base], [new])
+    checks = checks_of([*chosen, *gate], [base], [new])
     if gate_speed == "off" and not checks:
         raise BadInput(
             "--gate-speed off leaves no limit: give one on quality or memory, such as --max-kl 0.02"
         )
     comparison = replace(comparison, checks=checks)
-    if failed := failure_words([base], [new]):
-        if failed[0] is GateOutcome.REGRESSION:
-            return conclude(comparison, [failed[1]], [])
-        gaps.append(Difference(FAILURE, failed[1]))
+    faults, conditions = rise_of_failures([base], [new])
+    if faults:
+        return conclude(comparison, faults, [])
+    gaps: list[Gap] = [*conditions]
     measured = [limit for limit in chosen if isinstance(limit.quantity, Measured)]
     reason = unusable(base, new)
     speed = str(reason or NO_METRIC)
@@ -210,7 +207,7 @@ def judge_starts(
     new: Sequence[RunData],
     *,
     limits: Sequence[Limit],
-    quality: QualityGate | None = None,
+    quality: Sequence[Limit] = (),
     gate_speed: GateSpeed | None = None,
     max_pairs: int,
     final: bool = False,
@@ -225,20 +222,15 @@ def judge_starts(
     measured = [limit for limit in limits if isinstance(limit.quantity, Measured)]
     most = max(max_pairs, len(base))
     plan = SequentialPlan(most, len(measured), len(base) if final else most)
-    faults: list[str] = []
-    gaps: list[Gap] = []
-    if failed := failure_words(base, new):
-        if failed[0] is GateOutcome.REGRESSION:
-            faults.append(failed[1])
-        else:
-            gaps.append(Difference(FAILURE, failed[1]))
+    faults, conditions = rise_of_failures(base, new)
+    gaps: list[Gap] = [*conditions]
     if measured and (reason := unfit(base, new) or other_lengths(base, new)):
         gaps.append(reason)
     results = [judge_in_starts(limit, base, new, plan) for limit in measured]
     judged = [result for result in results if not isinstance(result, str)]
     unknown = [result for result in results if isinstance(result, str)]
     deltas, curves = tuple(v for v, _ in judged), tuple(curve for _, curve in judged if curve)
-    checks = checks_of([*limits, *(quality.limits if quality else ())], base, new)
+    checks = checks_of([*limits, *quality], base, new)
     comparison = replace(comparison, deltas=deltas, checks=checks, curves=curves)
     passed = kept_words(len(limits))
     comparison = conclude(comparison, faults, [*gaps, *unknown], passed, gate_speed=gate_speed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..metrics.statistics import Effect, binomial_tails, fisher_tails, p_values,
 from ..page.page import signed_percent, size, sizes
 from ..record.comparable import DISTURBANCE, FAILURE, Difference
 from ..record.result import RunData
-from .limits import COUNTED, Counted, GateOutcome, Limit
+from .limits import COUNTED, Counted, Limit
 from .verdict import FALSE_REGRESSION, Excess, LimitVerdict, Tails
 
 # The peak memory of identical starts varies by 0.2 % (docs/measured/cpu/identical-starts.parquet).
@@ -42,7 +43,8 @@ def check_count(limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -
         if counted.unit == "bytes":
             ends = sizes(before, after)
         text = f"{counted.label} went from {ends[0]} to {ends[1]} ({signed_percent(value, 2)})"
-    evidence = tails_of(counted.key, limit, base, new)
+    test = TESTS.get(counted.key)  # of what varies; other values are compared as they are
+    evidence = None if test is None else test(limit, base, new)
     if evidence is None:
         evidence = Excess.of(limit, (value, value))
     elif not limit.at_most:
@@ -75,37 +77,23 @@ def mean_value(counted: Counted, starts: Sequence[RunData]) -> float | None:
     return sum(values) if counted.key in ("failed", "completed") else sum(values) / len(values)
 
 
-def tails_of(
-    key: str, limit: Limit, base: Sequence[RunData], new: Sequence[RunData]
-) -> Tails | None:
-    """The test of a quantity that varies; None where the values are compared as they are."""
-    if key in ("error_rate", "failed"):
-        return _failure_tails(key, limit, failures(base), failures(new))
-    if key == "preemptions":
-        return _preemption_tails(limit, base, new)
-    if key == "mean_output_len":
-        return _length_tails(limit, base, new)
-    if key.endswith("_bytes"):
-        return _memory_tails(key, limit, base, new)
-    return None
-
-
 def failures(starts: Sequence[RunData]) -> tuple[int, int]:
     failed = sum(start.result["failed"] or 0 for start in starts)
     return failed, failed + sum(start.result["completed"] or 0 for start in starts)
 
 
-def failure_words(
+def rise_of_failures(
     base: Sequence[RunData], new: Sequence[RunData]
-) -> tuple[GateOutcome, str] | None:
-    """The outcome of a higher share of failures, before any latency is compared; None if not higher."""
+) -> tuple[list[str], list[Difference]]:
+    """(regressions, conditions that forbid a verdict): a higher share of failures, before any latency is
+    compared."""
     before, after = failures(base), failures(new)
     if after[0] * before[1] <= before[0] * after[1]:
-        return None
+        return [], []
     text = f"failed requests rose from {before[0]} to {after[0]} of {after[1]}"
     if fisher_tails(before, after)[0] <= FALSE_REGRESSION:
-        return GateOutcome.REGRESSION, text
-    return GateOutcome.NO_VERDICT, f"{text}: too few to tell whether more fail"
+        return [text], []
+    return [], [Difference(FAILURE, f"{text}: too few to tell whether more fail")]
 
 
 def unfit(
@@ -128,15 +116,14 @@ def unfit(
     return None
 
 
-def _failure_tails(
-    key: str, limit: Limit, base: tuple[int, int], new: tuple[int, int]
-) -> Tails | None:
+def _failure_tails(limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -> Tails | None:
+    before, after = failures(base), failures(new)
     # A bound on the number of failures, or on none at all, is about these requests and needs no inference.
-    if (key == "failed" and not limit.relative) or new[0] == 0:
+    if (limit.quantity.key == "failed" and not limit.relative) or after[0] == 0:
         return None
     if limit.relative:
-        return Tails(*fisher_tails(base, new, 1 + limit.bound))
-    return None if limit.bound == 0 else Tails(*binomial_tails(*new, limit.bound))
+        return Tails(*fisher_tails(before, after, 1 + limit.bound))
+    return None if limit.bound == 0 else Tails(*binomial_tails(*after, limit.bound))
 
 
 def _preemption_tails(
@@ -155,9 +142,8 @@ def _preemption_tails(
     return Tails(*rate_tails(before[0], after[0], 1 + limit.bound))
 
 
-def _memory_tails(
-    key: str, limit: Limit, base: Sequence[RunData], new: Sequence[RunData]
-) -> Tails | None:
+def _memory_tails(limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -> Tails | None:
+    key = limit.quantity.key
     before, after = (
         [start.result["llmopt"]["memory"][key] for start in side] for side in (base, new)
     )
@@ -194,9 +180,15 @@ def _length_tails(limit: Limit, base: Sequence[RunData], new: Sequence[RunData])
         lengths = np.array([*mean_lengths(new).values()])
         error = float(lengths.std(ddof=1)) / math.sqrt(len(lengths))
         return _normal_tails(Effect(float(lengths.mean()) - limit.bound, error, math.inf))
-    return _normal_tails(
-        Effect(change.log_ratio - limit.bound, change.standard_error, change.degrees)
-    )
+    return _normal_tails(replace(change, log_ratio=change.log_ratio - limit.bound))
+
+
+TESTS = {
+    **dict.fromkeys(("error_rate", "failed"), _failure_tails),
+    **dict.fromkeys((key for key in COUNTED if key.endswith("_bytes")), _memory_tails),
+    "preemptions": _preemption_tails,
+    "mean_output_len": _length_tails,
+}
 
 
 def length_change(base: Sequence[RunData], new: Sequence[RunData]) -> Effect | None:

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 from ...base.errors import BadInput
+from ..metrics.names import STATISTICS
 from ..quality.passage import DOMAINS
 from ..record.comparable import served_weight_bytes
 
@@ -132,7 +133,6 @@ class TaskScored:
         return f"there are {keys}" if keys else "no task was scored"
 
 
-STATISTICS = ("mean", "median", "std", "p50", "p90", "p95", "p99")
 RATES = {
     "output_throughput": ("Output throughput", "tokens/s"),
     "total_token_throughput": ("Total token throughput", "tokens/s"),
@@ -210,13 +210,23 @@ class Limit:
         value = f"{self.bound * 100:+.3g} %" if self.relative else f"{self.bound:.6g}"
         return f"{'≤' if self.at_most else '≥'} {value}"
 
-    def allowed(self, *, is_share: bool) -> float:
-        """The allowed worsening of a measured metric: a logarithm, or for a metric near 0 a share; 0 where
-        the limit is on the value, of which the distance is measured."""
+    @property
+    def is_share(self) -> bool:
+        """True if changes are shares of the wall time, not logarithms: of waiting time, which is near 0."""
+        return self.quantity.key == "waiting_seconds"
+
+    @property
+    def allowed(self) -> float:
+        """The allowed worsening of a measured metric, a logarithm or a share; 0 where the limit is on the
+        value, of which the distance is measured."""
         if not self.relative:
             return 0.0
-        bound = self.bound if is_share else math.log1p(self.bound)
+        bound = self.bound if self.is_share else math.log1p(self.bound)
         return bound if self.at_most else -bound
+
+    def as_share(self, moved: float) -> float:
+        """A change as a share of the base's value, or of the wall time."""
+        return moved if self.is_share else math.expm1(moved)
 
 
 def _memory(key: str) -> Callable[[Mapping[str, Any]], float | None]:

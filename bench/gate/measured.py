@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
@@ -65,25 +65,26 @@ def judge_in_starts(
     paired = paired_changes(limit, base, new)
     if paired is None:
         return f"{measured.label} has a limit but no value in every start"
-    sign, allowed = 1 if limit.at_most else -1, limit.allowed(is_share=paired.is_share)
-    centre = hodges_lehmann(paired.changes)
-    low, high = centre_interval(paired.changes, FALSE_PASS)
+    before, after, changes = paired
+    sign = 1 if limit.at_most else -1
+    centre = hodges_lehmann(changes)
+    low, high = centre_interval(changes, FALSE_PASS)
     shown = centre, low, high
     if not limit.relative:
         # The limit is on the value; the change from the base is shown next to it.
-        moves = paired.new - paired.base if paired.is_share else np.log(paired.new / paired.base)
+        moves = after - before if limit.is_share else np.log(after / before)
         shown = hodges_lehmann(moves), *centre_interval(moves, FALSE_PASS)
-    evidence = PairedExcess(sign * paired.changes - allowed, plan)
+    evidence = PairedExcess(sign * changes - limit.allowed, plan)
     outcome, num_pairs = evidence.decided
     more, undecided = None, ""
     if np.isfinite(high - low):
         error = (high - low) / 2 / NormalDist().inv_cdf(1 - FALSE_PASS)
         levels = (FALSE_REGRESSION / max(plan.num_limits, 1), FALSE_PASS)
-        more = pairs_to_settle(sign * centre - allowed, error, len(paired.changes), levels)
-        reach = (paired.relative(high) - paired.relative(low)) / 2
+        more = pairs_to_settle(sign * centre - limit.allowed, error, len(changes), levels)
+        reach = (limit.as_share(high) - limit.as_share(low)) / 2
         undecided = f" ± {reach:.1%}" if limit.relative else ""
-    undecided += f": {len(paired.changes)} pairs of starts do not tell the limit {limit.text}"
-    sides = float(np.median(paired.base)), float(np.median(paired.new))
+    undecided += f": {len(changes)} pairs of starts do not tell the limit {limit.text}"
+    sides = float(np.median(before)), float(np.median(after))
     verdict = _verdict(
         limit,
         evidence,
@@ -106,14 +107,13 @@ def _verdict(
 ) -> MeasuredVerdict:
     """The verdict on a metric between its values of both `sides`; its `change` (estimate, low, high) is a
     logarithm, or a share for waiting time."""
-    what, is_share = limit.quantity, limit.quantity.key == WAITING
-    relative = float if is_share else math.expm1
-    size, direction = relative(change[0]), "higher" if change[0] > 0 else "lower"
-    wall = "of the wall time " if is_share else ""
+    what, as_share = limit.quantity, limit.as_share
+    size, direction = as_share(change[0]), "higher" if change[0] > 0 else "lower"
+    wall = "of the wall time " if limit.is_share else ""
     text = f"{what.label} is {abs(size):.1%} {wall}{direction}"
     if not limit.relative:
         text = f"{what.label} is {sides[1]:,.4g} {what.unit}"
-    low, high = relative(change[1]), relative(change[2])
+    low, high = as_share(change[1]), as_share(change[2])
     return MeasuredVerdict.of(
         limit,
         text,
@@ -123,10 +123,10 @@ def _verdict(
         new=sides[1],
         interval=(low, high),
         change=size,
-        worse=relative(change[0] if limit.at_most else -change[0]),
+        worse=as_share(change[0] if limit.at_most else -change[0]),
         low=low,
         high=high,
-        allowed=relative(limit.allowed(is_share=is_share)) if limit.relative else None,
+        allowed=as_share(limit.allowed) if limit.relative else None,
         **more,
     )
 
@@ -135,29 +135,12 @@ def operating_curve(limit: Limit, paired: PairedExcess) -> OperatingCurve | None
     """The chance of each verdict by the true change, at the noise of the pairs; None for few pairs."""
     if len(paired.excess) < MIN_PAIRS_FOR_CURVE:
         return None
-    is_share = limit.quantity.key == WAITING
-    allowed = limit.allowed(is_share=is_share)
-    residuals = paired.excess - hodges_lehmann(paired.excess)
-    points = operating_points(residuals, allowed, paired.plan)
-    if not is_share:
-        points = [replace(point, worse=math.expm1(point.worse)) for point in points]
-    what = limit.quantity
-    return OperatingCurve(what.key, what.label, limit.text, paired.plan.looks[-1], tuple(points))
-
-
-@dataclass(frozen=True, slots=True)
-class PairedChanges:
-    """The change of a metric in each pair, in the order of the pairs, between the values of its starts:
-    log(new / base), or log(new / bound) for a limit on the value itself; for waiting time, which is near 0,
-    the difference as a share of the base's wall time (`is_share`)."""
-
-    base: np.ndarray
-    new: np.ndarray
-    changes: np.ndarray
-    is_share: bool
-
-    def relative(self, change: float) -> float:
-        return change if self.is_share else math.expm1(change)
+    residuals, what = paired.excess - hodges_lehmann(paired.excess), limit.quantity
+    points = tuple(
+        replace(point, worse=limit.as_share(point.worse))
+        for point in operating_points(residuals, limit.allowed, paired.plan)
+    )
+    return OperatingCurve(what.key, what.label, limit.text, paired.plan.looks[-1], points)
 
 
 def undisturbed(passes: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -184,8 +167,10 @@ def tail_of_start(start: RunData, measured: Measured) -> float | None:
 
 def paired_changes(
     limit: Limit, base: Sequence[RunData], new: Sequence[RunData]
-) -> PairedChanges | None:
-    """The change of a limited metric in each pair; None if a start has no value."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """(values of the base's starts, of the new ones, the change of the limited metric in each pair), in the
+    order of the pairs; None if a start has no value. The change is log(new / base), or log(new / bound) for a
+    limit on the value itself; for waiting time the difference as a share of the base's wall time."""
     measured = limit.quantity
     assert isinstance(measured, Measured)
     is_tail = measured.statistic in TAILS
@@ -195,8 +180,7 @@ def paired_changes(
     if None in after or None in before:
         return None
     values, known = np.array(after, float), np.array(before, float)
-    is_share = measured.key == WAITING
-    if is_share:
+    if limit.is_share:
         walls = np.array([value_of_start(start, "duration") for start in base], float)
         changes = (values - known) / walls if limit.relative else values - limit.bound
     elif not limit.relative:
@@ -209,7 +193,7 @@ def paired_changes(
                 for old, now, change in zip(base, new, changes, strict=True)
             ]
     changes = np.array(changes, float)
-    return PairedChanges(known, values, changes, is_share) if np.isfinite(changes).all() else None
+    return (known, values, changes) if np.isfinite(changes).all() else None
 
 
 def _change_by_passes(base: RunData, new: RunData, key: str, otherwise: float) -> float:
@@ -298,22 +282,20 @@ def judge_in_runs(
     before, after = values_of(measured, base), values_of(measured, new)
     if not before or not after:
         return f"{measured.label} {NO_VALUE}"
-    is_share = measured.key == WAITING
     change = Effect(0.0, 0.0, math.inf) if same else effect_between(measured, base, new)
     effect = change if limit.relative else effect_of_bound(measured, limit, new)
     slower = effect.log_ratio if limit.at_most else -effect.log_ratio
-    excess = slower - limit.allowed(is_share=is_share)
+    excess = slower - limit.allowed
     reach, width = effect.half_width(1 - FALSE_PASS), change.half_width(1 - FALSE_PASS)
     bounds = (change.log_ratio - width, change.log_ratio + width)
-    low, high = bounds if is_share else map(math.expm1, bounds)
+    low, high = map(limit.as_share, bounds)
     shown = (high - low) / 2 if limit.relative else math.expm1(reach)
     level = FALSE_REGRESSION / num_limits
     # A bound on the value itself has no change that could be seen, nor has a demanded gain.
     visible = None
-    if limit.relative and limit.allowed(is_share=is_share) >= 0:
+    if limit.relative and limit.allowed >= 0:
         power = effect.half_width(1 - level) + effect.half_width(POWER)
-        visible = limit.allowed(is_share=is_share) + power
-        visible = visible if is_share else math.expm1(visible)
+        visible = limit.as_share(limit.allowed + power)
     more = pairs_to_settle(excess, effect.standard_error, 1, (level, FALSE_PASS))
     return _verdict(
         limit,

@@ -249,10 +249,8 @@ def check_task(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
         if limit.bound and change.base:
             enough = f": about {change.items_for(abs(limit.bound)):,} tell it from no change"
         sides = " to ".join(f"{side * 100:+.2f} %" for side in interval)
-        moved_by = (
-            f"{moved * 100:+.2f} % ({sides}; {change.words})" if change.base else change.words
-        )
-        text = f"{scored.label} went from {shown(change.base, '')} to {shown(change.new, '')}: {moved_by}"
+        text = f"{scored.label} went from {shown(change.base, '')} to {shown(change.new, '')}: "
+        text += f"{moved * 100:+.2f} % ({sides}; {change.words})" if change.base else change.words
     else:
         items = _items(new, row)
         if items is None:
@@ -272,21 +270,16 @@ def check_task(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
 def _check_flips(limit: Limit, scored: TaskScored, base: RunData, new: RunData) -> LimitVerdict:
     """Check a limit on the answers of a multiple-choice task that differ between the runs."""
     task = scored.label.removesuffix(".flips")
-    record = new.result["llmopt"].get("tasks") or {"metrics": []}
-    rows = [row for row in record["metrics"] if row["task"] == task]
-    keys = (f"{PREFIX}{task}.{row['metric']}.{row['filter']}" for row in rows)
-    changes = [_task_change(TaskScored(key), base, new) for key in keys]
-    flipped, num_items, alike = None, 0, False
-    for change in changes:
-        if isinstance(change, TaskChange) and change.flipped is not None:
-            flipped, num_items, alike = change.flipped, change.num_items, change.interval == (0, 0)
-            break
-    if flipped is None:
+    changes = _changes(base, new, task)
+    counts = [(c, c.flipped) for c in changes if not isinstance(c, str) and c.flipped is not None]
+    if not counts:
         reasons = [change for change in changes if isinstance(change, str)]
-        why = "it has no multiple-choice items" if rows else "it was not scored"
+        why = "it has no multiple-choice items" if changes else "it was not scored"
         text = f"{scored.key} has a limit but no value: {reasons[0] if reasons else why}"
         return LimitVerdict.of(limit, text, base=None, new=None)
-    interval = (0.0, 0.0) if alike and not flipped else exact_interval(flipped, num_items)
+    change, flipped = counts[0]
+    num_items, is_alike = change.num_items, change.interval == (0, 0) and not flipped
+    interval = (0.0, 0.0) if is_alike else exact_interval(flipped, num_items)
     share = flipped / num_items
     low, high = (f"{side:.2%}" for side in interval)
     text = f"{flipped} of {num_items:,} answers of {task} changed: {share:.2%} ({low} to {high})"
@@ -298,12 +291,18 @@ def _check_flips(limit: Limit, scored: TaskScored, base: RunData, new: RunData) 
 
 def task_changes(base: RunData, new: RunData) -> tuple[TaskChange, ...]:
     """The changes of all scores that both runs have by item, in the order of the new run."""
-    record = new.result["llmopt"].get("tasks") or {"metrics": []}
-    changes = []
-    for row in record["metrics"]:
-        scored = TaskScored(f"{PREFIX}{row['task']}.{row['metric']}.{row['filter']}")
-        changes.append(_task_change(scored, base, new))
-    return tuple(change for change in changes if not isinstance(change, str))
+    return tuple(change for change in _changes(base, new) if not isinstance(change, str))
+
+
+def _changes(base: RunData, new: RunData, task: str | None = None) -> list[TaskChange | str]:
+    """The change of each score of the new run, of one task or all, or the reason that it has none."""
+    rows = (new.result["llmopt"].get("tasks") or {"metrics": []})["metrics"]
+    keys = (
+        f"{PREFIX}{row['task']}.{row['metric']}.{row['filter']}"
+        for row in rows
+        if task in (None, row["task"])
+    )
+    return [_task_change(TaskScored(key), base, new) for key in keys]
 
 
 def _task_change(scored: TaskScored, base: RunData, new: RunData) -> TaskChange | str:

@@ -39,7 +39,7 @@ from ...quant.methods.registry import METHODS, formats_asked
 from ...quant.plan.request import QuantizeRequest
 from ...quant.source.models import is_local
 from ...recipes import DEFAULT_MODEL
-from ..gate.gate_options import GateSpeed, QualityGate
+from ..gate.gate_options import GateSpeed, quality_limits
 from ..gate.limits import Limit, parse_gate, parse_share
 from ..machine.environment import without_secrets
 from ..options.options import BenchFields, BenchOptions, checked, model_of
@@ -271,8 +271,8 @@ class CompareStep(_Strict):
         return parse_gate(self.gate) if isinstance(self.gate, str) else ()
 
     @property
-    def quality_gate(self) -> QualityGate:
-        return QualityGate.parse(self.max_ppl_increase, self.max_kl, self.min_top1)
+    def quality_gate(self) -> tuple[Limit, ...]:
+        return quality_limits(self.max_ppl_increase, self.max_kl, self.min_top1)
 
 
 class CapacityStep(_Strict):

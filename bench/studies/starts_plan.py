@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from ...base.atomic_io import expanded, write_atomically
 from ...base.errors import BadInput, first_line
-from ..gate.gate_options import QualityGate
+from ..gate.gate_options import quality_limits
 from ..gate.limits import (
     Limit,
     Scored,
@@ -200,15 +200,14 @@ class StartsPlan:
         share = parse_share(self.limits.get("threshold") or "5%")
         return default_limits(share, *sides) if sides else speed_limits(share)
 
-    def quality(self) -> QualityGate:
+    def quality(self) -> tuple[Limit, ...]:
         names = ("max_ppl_increase", "max_kl", "min_top1")
-        return QualityGate.parse(*map(self.limits.get, names))
+        return quality_limits(*map(self.limits.get, names))
 
     def scores_quality(self) -> bool:
         """True if the first start of each build scores quality: a limit or a reference asks for it."""
         limited = any(isinstance(limit.quantity, Scored | TaskScored) for limit in self.gate())
-        has_limit = any(value is not None for value in asdict(self.quality()).values())
-        return limited or has_limit or value_of(self.options, "--reference") is not None
+        return limited or bool(self.quality()) or value_of(self.options, "--reference") is not None
 
     def command(self, build: Build, number: int, folder: Path, *, is_current: bool) -> list[str]:
         """The command line of a build's start `number`, from 1, which writes the run folder `folder`. Only

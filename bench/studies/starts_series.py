@@ -180,18 +180,10 @@ class PairedSeries:
 
     def _crashed(self, crash: Crash) -> Finished:
         """The new build crashes where the base runs: that is a regression."""
-        base, new = self.plan.base.name, self.plan.new.name
-        pairs = len(self.new)
-        reason = f"the new build crashes and the base does not: {crash}"
-        regression = GateOutcome.REGRESSION
-        blank = Comparison(
-            regression, (reason,), base, new, 0.0, num_pairs=pairs, decided_by=(CRASH,)
-        )
-        if not self.new:
-            return Finished(self.plan, (), (), blank, "the new build crashed")
-        judged = replace(
-            self._judge(final=True), outcome=regression, reasons=(reason,), decided_by=(CRASH,)
-        )
+        outcome, names = GateOutcome.REGRESSION, (self.plan.base.name, self.plan.new.name)
+        judged = self._judge(final=True) if self.new else Comparison(outcome, (), *names, 0.0)
+        reasons = (f"the new build crashes and the base does not: {crash}",)
+        judged = replace(judged, outcome=outcome, reasons=reasons, decided_by=(CRASH,))
         return self._finished(judged, "the new build crashed")
 
     def _judge(self, *, final: bool) -> Comparison:
@@ -212,13 +204,8 @@ class PairedSeries:
         if limits:
             return comparison
         reason = "no limit has a value in both builds"
-        return replace(
-            comparison,
-            outcome=GateOutcome.NO_VERDICT,
-            reasons=(reason, *notes),
-            settled=True,
-            decided_by=(reason,),
-        )
+        changed = {"outcome": GateOutcome.NO_VERDICT, "settled": True}
+        return replace(comparison, reasons=(reason, *notes), decided_by=(reason,), **changed)
 
     def _finished(self, comparison: Comparison, reason: str) -> Finished:
         return Finished(self.plan, tuple(self.base), tuple(self.new), comparison, reason)
@@ -257,19 +244,19 @@ def known_limits(
 SHOWN = ("duration", "cpu_seconds", "waiting_seconds", "output_throughput", "median_tpot_ms")
 
 
-def record_of(finished: Finished) -> dict[str, Any]:
+def write_comparison(finished: Finished, folder: Path) -> tuple[dict[str, Any], Page]:
+    """Write the files; returns the record and the page. Without a finished pair there is no page of two runs
+    to show."""
     starts = {
         name: [{key: value_of_start(start, key) for key in SHOWN} for start in side]
         for name, side in (("base", finished.base), ("new", finished.new))
     }
-    record = {"stopped_because": finished.stopped_because, "plan": asdict(finished.plan)}
-    return plain({**finished.comparison.as_dict(), **record, "starts": starts})
-
-
-def write_comparison(finished: Finished, folder: Path) -> None:
-    """Write the files; without a finished pair there is no page of two runs to show."""
-    write_atomically(folder / "comparison.json", to_json(record_of(finished)))
-    starts_page(finished).write(folder / "comparison.html", folder / "comparison.md")
+    more = {"stopped_because": finished.stopped_because, "plan": asdict(finished.plan)}
+    record = plain({**finished.comparison.as_dict(), **more, "starts": starts})
+    write_atomically(folder / "comparison.json", to_json(record))
+    page = starts_page(finished)
+    page.write(folder / "comparison.html", folder / "comparison.md")
+    return record, page
 
 
 def starts_page(finished: Finished) -> Page:

@@ -16,7 +16,6 @@ from ...bench.options.values import parse_nats
 from ...engine.config.plan_options import PlanRequest
 
 if TYPE_CHECKING:
-    from ...bench.gate.gate_options import QualityGate
     from ...bench.gate.outputs import VerdictWanted
     from ...bench.options.values import Kind
 
@@ -219,12 +218,6 @@ class LimitOptions:
         "Which speeds decide: auto (those that this machine can tell), off (none), only (nothing "
         "else). Default: all limits decide, and a speed that is too noisy ends in no verdict.",
     )
-
-    def quality_gate(self) -> QualityGate:
-        """Raises `BadInput` for an invalid share."""
-        from ...bench.gate.gate_options import QualityGate
-
-        return QualityGate.parse(self.max_ppl_increase, self.max_kl, self.min_top1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,7 +282,7 @@ def job_rates(
         key = limit.quantity.key
         changes = pairs.changes[key][drawn] * signs[..., None] + added[key]
         changes = changes.reshape(jobs, -1)[:, :max_pairs]
-        code, end = decide(changes - limit.allowed(is_share=key == WAITING), plan)
+        code, end = decide(changes - limit.allowed, plan)
         codes.append(code)
         ends.append(end)
     worst = np.array(codes)

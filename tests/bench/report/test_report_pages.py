@@ -13,8 +13,8 @@ import pytest
 from llmopt.base.atomic_io import write_atomically
 from llmopt.base.errors import BadInput
 from llmopt.bench.gate.compare import compare
-from llmopt.bench.gate.gate_options import QualityGate
-from llmopt.bench.gate.limits import GateOutcome, parse_share
+from llmopt.bench.gate.gate_options import quality_limits
+from llmopt.bench.gate.limits import GateOutcome, Limit, parse_share
 from llmopt.bench.metrics import run_statistics
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
 from llmopt.bench.options.options import BenchOptions
@@ -315,14 +315,14 @@ def test_other_output_lengths_are_other_work() -> None:
 @pytest.mark.parametrize(
     ("gate", "outcome"),
     [
-        (QualityGate(max_kl=0.06), GateOutcome.PASS),
-        (QualityGate(max_kl=0.04), GateOutcome.REGRESSION),
-        (QualityGate(min_top1=0.95), GateOutcome.REGRESSION),
-        (QualityGate(max_perplexity_increase=0.02), GateOutcome.REGRESSION),
-        (QualityGate(max_perplexity_increase=0.20), GateOutcome.PASS),
+        (quality_limits(max_kl=0.06), GateOutcome.PASS),
+        (quality_limits(max_kl=0.04), GateOutcome.REGRESSION),
+        (quality_limits(min_top1=0.95), GateOutcome.REGRESSION),
+        (quality_limits(max_perplexity_increase=0.02), GateOutcome.REGRESSION),
+        (quality_limits(max_perplexity_increase=0.20), GateOutcome.PASS),
     ],
 )
-def test_quality_gates(gate: QualityGate, outcome: GateOutcome) -> None:
+def test_quality_gates(gate: tuple[Limit, ...], outcome: GateOutcome) -> None:
     base, new = data("base"), data("new")
     new.result["llmopt"]["quality"]["perplexity"] = 3.3
     assert compare(base, new, gate=gate).outcome is outcome
@@ -331,7 +331,7 @@ def test_quality_gates(gate: QualityGate, outcome: GateOutcome) -> None:
 def test_a_quality_gate_without_quality_is_no_verdict() -> None:
     base, new = data("base"), data("new")
     new.result["llmopt"]["quality"] = None
-    assert compare(base, new, gate=QualityGate(max_kl=0.1)).outcome is GateOutcome.NO_VERDICT
+    assert compare(base, new, gate=quality_limits(max_kl=0.1)).outcome is GateOutcome.NO_VERDICT
     assert compare(base, new).outcome is GateOutcome.PASS
 
 
