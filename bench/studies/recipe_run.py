@@ -60,11 +60,8 @@ def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
         if options.base_url is None and options.serve is None:
             resolve_model(options.model)
     progress.note(f"bench {', '.join(str(options.name) for options in runs)}")
-    if recipe.interleave:
-        measure_in_turns(stages, runs, progress)
-    else:
-        for variant in (None, *recipe.variants):
-            measure(stages, variant, progress)
+    for together in [runs] if recipe.interleave else [[run] for run in runs]:
+        measure(stages, together, progress)
     base, *others = [RunData.read(folder / str(options.name)) for options in runs]
     variants = tuple(
         VariantRun(variant, manifest, verified, data, judge(recipe, base, data))
@@ -85,7 +82,7 @@ def run_variant(stages: Stages, variant: Variant, progress: Progress) -> tuple[R
         make_checkpoint(stages, variant, progress)
         manifest, verified = verified_files(bench_options(stages, variant), progress)
         for measured in (None, variant):
-            measure(stages, measured, progress)
+            measure(stages, [bench_options(stages, measured)], progress)
     base, data = (RunData.read(stages.folder / name) for name in (BASE_NAME, variant.name))
     comparison = judge(stages.recipe, base, data)
     return base, VariantRun(variant, manifest, verified, data, comparison)
@@ -99,16 +96,23 @@ def bench_options(stages: Stages, variant: Variant | None) -> BenchOptions:
     return bench_of(stages.recipe, variant, model)
 
 
-def measure_in_turns(stages: Stages, runs: Sequence[BenchOptions], progress: Progress) -> None:
-    """Measure the original and all variants with passes that alternate, unless that is done."""
-    if stages.is_done(f"bench {IN_TURNS}"):
+def measure(stages: Stages, runs: Sequence[BenchOptions], progress: Progress) -> None:
+    """Run a benchmark into its folder, on a server started for it, if asked; several, the original's first,
+    with passes that alternate; unless that is done."""
+    is_alone = len(runs) == 1
+    name = f"bench {runs[0].name if is_alone else IN_TURNS}"
+    results = [stages.folder / str(run.name) / RESULT_NAME for run in runs if is_alone]
+    if stages.is_done(name) and all(path.is_file() for path in results):
         return
     with ExitStack() as stack:
         ready = [stack.enter_context(served(run, progress)) for run in runs]
-        say_speed_reach(stages, ready[0], progress)
-        paired = [with_reference(run, ready[0]) for run in ready]
-        keep(run_interleaved(paired, progress), stages, progress)
-    stages.finish(f"bench {IN_TURNS}")
+        original = bench_options(stages, None) if is_alone else ready[0]
+        if ready[0].name == BASE_NAME:
+            say_speed_reach(stages, ready[0], progress)
+        paired = [with_reference(run, original) for run in ready]
+        done = [run_bench(paired[0], progress)] if is_alone else run_interleaved(paired, progress)
+        keep(done, stages, progress)
+    stages.finish(name)
 
 
 def verified_files(
@@ -134,20 +138,6 @@ def judge(recipe: Recipe, base: RunData, new: RunData) -> Comparison:
         gate=step.quality_gate,
         gate_speed=step.gate_speed,
     )
-
-
-def measure(stages: Stages, variant: Variant | None, progress: Progress) -> None:
-    """Run the benchmark of a variant or the original into its folder, on a server started for it, if asked;
-    unless that is done."""
-    wanted, original = bench_options(stages, variant), bench_options(stages, None)
-    name = f"bench {wanted.name}"
-    if stages.is_done(name) and (stages.folder / str(wanted.name) / RESULT_NAME).is_file():
-        return
-    with served(wanted, progress) as ready:
-        if variant is None:
-            say_speed_reach(stages, ready, progress)
-        keep([run_bench(with_reference(ready, original), progress)], stages, progress)
-    stages.finish(name)
 
 
 def say_speed_reach(stages: Stages, original: BenchOptions, progress: Progress) -> None:
@@ -252,7 +242,7 @@ def planned(stages: Stages, options: BenchOptions) -> WrittenPlan:
     """The plan with the ceilings measured in the single-user run; written once, into the recipe's folder."""
     path = stages.folder / PLAN_NAME
     stored = options.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    model = str(resolve_model(options.model))
+    model, kv_bytes = str(resolve_model(options.model)), options.kv_cache_memory_bytes
     if not stages.is_done(PLAN_NAME):
         ask = PlanRequest(
             model=model,
@@ -262,9 +252,7 @@ def planned(stages: Stages, options: BenchOptions) -> WrittenPlan:
             block_size=options.block_size,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_seqs=options.max_num_seqs,
-            kv_cache_memory=None
-            if options.kv_cache_memory_bytes is None
-            else str(options.kv_cache_memory_bytes),
+            kv_cache_memory=None if kv_bytes is None else str(kv_bytes),
             measured=stages.folder / SINGLE,
         )
         write_atomically(path, json.dumps(plan_as_dict(plan_for(ask)), indent=2) + "\n")
