@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -11,7 +11,7 @@ import typer
 from ..base.atomic_io import check_output, write_atomically
 from ..base.option import keywords_of_words, option
 from ..engine.deploy.deployment import DeployChoices
-from .options.command import From, Words, values_of, with_options
+from .options.command import From, Words, with_options
 
 if TYPE_CHECKING:
     from ..engine.planner.plan import DeploymentPlan
@@ -106,7 +106,7 @@ def _plan(choices: DeployChoices, planned: DeployedPlanOptions) -> DeploymentPla
     from ..engine.config.plan_options import PlanRequest
     from ..engine.planner.plan_request import plan_for
 
-    options = values_of(planned)
+    options = asdict(planned)
     like, gpu = options.pop("like"), options.pop("gpu")
     options["engine"] = choices.engine
     return plan_for(PlanRequest(model=like or choices.model, gpus=(gpu,), **options))

@@ -26,7 +26,7 @@ from ..engine.server.protocol.server_options import (
     ServerOptions,
     ServingOptions,
 )
-from .options.command import From, Words, shown_name, with_config, with_options
+from .options.command import TYPED, ConfigFile, From, Words, shown_name, with_options
 from .options.shared import ModelOptions, check_models
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ MORE_LORAS = 8
 """Adapters that may be loaded by request where --max-loras does not say."""
 
 
-@with_config
 @with_options
 def serve_local(
     context: typer.Context,
@@ -48,6 +47,7 @@ def serve_local(
     serving: ServingOptions,
     engine: Annotated[Words, From(EngineConfig)],
     server: Annotated[Words, From(ServerOptions)],
+    config: ConfigFile = None,
 ) -> None:
     """Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C."""
     from ..quant.source.models import refuse_mock, resolve_model
@@ -70,11 +70,11 @@ def serve_local(
     if served in keywords.get("loras", {}):
         raise BadInput(f"--lora {served}: the model itself is served by that name")
     check_models(keywords)
-    config = EngineConfig(model=name, **keywords)
+    engine_config = EngineConfig(model=name, **keywords)
     options = server_options(server, host=serving.host)
-    if options.lora_folders and config.max_loras is None:
-        config = replace(config, max_loras=len(config.loras) + MORE_LORAS)
-    _serve(config, folder, served, options, serving)
+    if options.lora_folders and engine_config.max_loras is None:
+        engine_config = replace(engine_config, max_loras=len(engine_config.loras) + MORE_LORAS)
+    _serve(engine_config, folder, served, options, serving)
 
 
 def _serve(
@@ -250,7 +250,7 @@ _OF_THE_HANDOVER = ("model", "model_option", "engine", "print_command", "debug",
 
 def options_given(context: typer.Context) -> dict[str, Any]:
     """Options set explicitly: on the command line, in the environment, or in the file of `--config`."""
-    named = ("COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP")
+    named = (*TYPED, "DEFAULT_MAP")
     return {
         shown_name(name): value
         for name, value in context.params.items()

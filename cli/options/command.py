@@ -5,15 +5,15 @@
         PANEL: ClassVar = "Output"
         rows: int | None = option(None, "Rows of the table.")
 
-    @with_config
     @with_options
     def bench(engine: Annotated[Words, From(EngineConfig)], table: TableOptions) -> None: ...
 
 A parameter that is such a dataclass gets one; a parameter of `From` gets the words of configs as they were
-written, for a reader that parses and checks them together. `--config FILE` reads options from a YAML file:
-its values are the command's defaults (click's `default_map`), so that the command line and the environment
-win. The name and the precedence are vLLM's. A command of more than `MOST_SHOWN` options, some of them
-`common`, gets `--help-all`, and its `--help` leaves the others out (`cli/output/help_screen.py`).
+written, for a reader that parses and checks them together. `--config FILE`, of a command with `ConfigFile`,
+reads options from a YAML file: its values are the command's defaults (click's `default_map`), so that the
+command line and the environment win. The name and the precedence are vLLM's. A command of more than
+`MOST_SHOWN` options, some of them `common`, gets `--help-all`, and its `--help` leaves the others out
+(`cli/output/help_screen.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import typer
 
 from ...base.atomic_io import check_output
 from ...base.errors import BadInput
-from ...base.option import Option, flag_of, options_of, word_and_default, word_name
+from ...base.option import Option, flag_of, keywords, options_of, word_and_default, word_name
 
 _HIDDEN = "__hidden"
 MOST_SHOWN = 30
@@ -48,6 +48,8 @@ class From:
         only: fields to take; empty: all.
         but: fields to leave out.
         nested: True if the configs' field may be None, so that no option is required.
+        is_group: True if the parameter takes the only config itself: options are named by its fields, and a
+            field without one is an argument, as Typer has it.
     """
 
     def __init__(
@@ -57,48 +59,53 @@ class From:
         only: Collection[str] = (),
         but: Collection[str] = (),
         nested: bool = False,
+        is_group: bool = False,
     ) -> None:
         self.configs, self._panel, self._only, self._but = configs, panel, only, but
-        self._nested = nested
+        self._nested, self._is_group = nested, is_group
 
     def parameters(self) -> Iterator[Parameter]:
         """A parameter for each option, and for those of nested configs."""
         for config in self.configs:
-            hints = get_type_hints(config)
+            hints = get_type_hints(config, include_extras=True)
             for field in fields(config):
-                option = options_of(config).get(field.name)
+                option, hint = options_of(config).get(field.name), hints[field.name]
                 is_wanted = not self._only or field.name in self._only
+                if option is None and self._is_group:
+                    yield _keyword(field.name, hint, field.default)
                 if option is None or field.name in self._but or not is_wanted:
                     continue
                 if option.config is not None:
                     yield from From(option.config, nested=True).parameters()
                     continue
-                kind, default = word_and_default(hints[field.name], field.default, option)
+                kind, default = word_and_default(hint, field.default, option)
                 if field.default is field.default_factory is MISSING and not self._nested:
                     default = Parameter.empty
                 panel = option.panel or self._panel or getattr(config, "PANEL", None)
-                yield from _parameters(
-                    word_name(field.name, option), field.name, option, kind, default, panel
-                )
+                name = field.name if self._is_group else word_name(field.name, option)
+                yield from _parameters(name, field.name, option, kind, default, panel)
+
+    def value(self, words: Words) -> Any:
+        """What the parameter takes for these words of a command line."""
+        return self.configs[0](**keywords(self.configs[0], words)) if self._is_group else words
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command for Typer: its parameters are expanded into one for each option."""
     hints = get_type_hints(command, include_extras=True)
-    # How the value of a parameter is made of those of its options, and the names of these.
-    made_of: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+    # The source of a parameter's value, and the names of its options.
+    made_of: dict[str, tuple[From, list[str]]] = {}
     shown: list[Parameter] = []
     for parameter in signature(command).parameters.values():
         hint = hints[parameter.name]
         source = next((note for note in get_args(hint) if isinstance(note, From)), None)
-        if source is not None:
-            added, make = [*source.parameters()], dict
-        elif isinstance(hint, type) and is_dataclass(hint):
-            added, make = [*_group_parameters(hint)], hint
-        else:
+        if isinstance(hint, type) and is_dataclass(hint):
+            source = From(hint, is_group=True)
+        if source is None:
             shown.append(_keyword(parameter.name, hint, parameter.default))
             continue
-        made_of[parameter.name] = make, [p.name for p in added if shown_name(p.name) == p.name]
+        added = [*source.parameters()]
+        made_of[parameter.name] = source, [p.name for p in added if shown_name(p.name) == p.name]
         shown += added
     known = {p.name: p for p in shown if shown_name(p.name) == p.name}
     # Aliases come last: Typer lists arguments and options in the order of parameters.
@@ -113,14 +120,17 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     rare = (name for name, option in defined.items() if is_long and not option.common)
     if is_long:
         every.append(_keyword("help_all", _HELP_ALL, False))
+    defaults = {parameter.name: parameter.default for parameter in every}
 
     @wraps(command)
     def call(**given: Any) -> None:
         given.pop("help_all", None)
+        if given.get("config") is not None:
+            given |= _overruled(given["context"], defaults)
         given = _by_shown_name(given, known)
         made = {
-            name: make(**{word: _value_of(make, word, given.pop(word)) for word in names})
-            for name, (make, names) in made_of.items()
+            name: source.value({word: given.pop(word) for word in names})
+            for name, (source, names) in made_of.items()
         }
         command(**made, **given)
 
@@ -128,11 +138,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
     call.rare = frozenset(rare)  # type: ignore[attr-defined]
     return call
-
-
-def _value_of(group: Any, name: str, word: Any) -> Any:
-    option = options_of(group).get(name) if is_dataclass(group) else None
-    return word if option is None else option.value(word)
 
 
 def _show_all(context: typer.Context, is_given: bool) -> None:
@@ -150,24 +155,8 @@ _HELP_ALL = Annotated[
 ]
 
 
-def values_of(*groups: Any) -> Words:
-    return {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
-
-
 def shown_name(parameter: str) -> str:
     return parameter.partition(_HIDDEN)[0]
-
-
-def _group_parameters(group: Any) -> Iterator[Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    for field in fields(group):
-        option, hint = options_of(group).get(field.name), hints[field.name]
-        if option is None:  # an argument, as Typer has it
-            yield _keyword(field.name, hint, field.default)
-            continue
-        kind, default = word_and_default(hint, field.default, option)
-        panel = option.panel or getattr(group, "PANEL", None)
-        yield from _parameters(field.name, field.name, option, kind, default, panel)
 
 
 def _keyword(name: str, hint: Any, default: Any) -> Parameter:
@@ -239,26 +228,10 @@ def _by_shown_name(given: Words, known: dict[str, Parameter]) -> Words:
 SAME_OPTION = {"model_option": "model"}
 """Parameters that are another spelling of one."""
 
+TYPED = ("COMMANDLINE", "ENVIRONMENT")
+"""Click's sources of values that win over the file's."""
 KEPT_KINDS = ("bool", "null", "merge")
 """Kinds that YAML may read a bare word as."""
-
-
-def with_config(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command of `with_options` that takes its `typer.Context`: it gets `--config`."""
-    shape = signature(command)
-    parameters = [*shape.parameters.values()]
-    context_name = next(p.name for p in parameters if p.annotation is typer.Context)
-    option = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=_CONFIG)
-
-    @wraps(command)
-    def call(**given: Any) -> None:
-        if given.pop("config") is not None:
-            given |= _overruled(given[context_name], shape)
-        command(**given)
-
-    call.__signature__ = Signature([*parameters, option])  # type: ignore[attr-defined]
-    call.__annotations__ = {**command.__annotations__, "config": _CONFIG}
-    return call
 
 
 def read_config(path: Path, command: Any) -> dict[str, Any]:
@@ -309,14 +282,16 @@ def _apply(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-_CONFIG = Annotated[
+ConfigFile = Annotated[
     Path | None,
     typer.Option(
+        "--config",
         help="YAML file of options, by their names here; the command line wins.",
         callback=_apply,
         is_eager=True,
     ),
 ]
+"""Parameter `config` of a command that also takes its `context`."""
 
 
 def _mapping(path: Path) -> Mapping[Any, Any]:
@@ -367,20 +342,18 @@ def _value(parameter: Any, value: Any, is_on: bool) -> Any:
     return texts if parameter.multiple else value
 
 
-def _overruled(context: typer.Context, shape: Signature) -> dict[str, Any]:
+def _overruled(context: typer.Context, defaults: Words) -> Words:
     """Defaults for the file's values of options that the command line gives in another spelling."""
-
-    def source(name: str) -> str:
-        return getattr(context.get_parameter_source(name), "name", "")
+    sources = {
+        name: getattr(context.get_parameter_source(name), "name", "") for name in context.params
+    }
 
     def option(name: str) -> str:
         return SAME_OPTION.get(shown_name(name), shown_name(name))
 
-    typed = {
-        option(name) for name in context.params if source(name) in ("COMMANDLINE", "ENVIRONMENT")
-    }
+    typed = {option(name) for name, source in sources.items() if source in TYPED}
     return {
-        name: shape.parameters[name].default
-        for name in context.params
-        if source(name) == "DEFAULT_MAP" and option(name) in typed
+        name: defaults[name]
+        for name, source in sources.items()
+        if source == "DEFAULT_MAP" and option(name) in typed
     }
