@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from functools import wraps
 from importlib import import_module
 from typing import Annotated
 
@@ -46,8 +45,7 @@ def application(*names: str) -> typer.Typer:
     app = _empty()
     for name in names or COMMANDS:
         module = name.replace("-", "_")
-        command = getattr(import_module(f".{module}", __package__), module)
-        app.command(name)(_interruptible(command))
+        app.command(name)(getattr(import_module(f".{module}", __package__), module))
     return app
 
 
@@ -86,20 +84,6 @@ def _root(
     ] = False,
 ) -> None:
     """Options before the command; each is handled by its callback."""
-
-
-def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """Report an interrupt by Ctrl-C; Typer alone exits silently."""
-
-    @wraps(command)
-    def call(*arguments: object, **options: object) -> None:
-        try:
-            command(*arguments, **options)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(130) from None
-
-    return call
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -141,7 +125,7 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
     """Run `call`; map exceptions to a line on stderr and an exit code."""
     try:
         code = call()
-    except (KeyboardInterrupt, typer.Abort):  # outside a command
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 130
     except (BadInput, Failure) as error:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import cleandoc
 from itertools import takewhile
-from textwrap import wrap
+from textwrap import fill
 from typing import Any
 
 import typer
@@ -39,6 +39,12 @@ class HelpCommand(TyperCommand):
         if not any(parameter.name == "help_all" for parameter in self.params):
             own = ["--help" if word == "--help-all" else word for word in own]
         return super().parse_args(ctx, own + args[len(own) :])
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # Typer exits silently
+            raise typer.Abort from None
 
 
 class HelpGroup(TyperGroup):
@@ -66,17 +72,19 @@ class App(typer.Typer):
 def write_screen(command: Any, context: Any, formatter: Any) -> None:
     """Usage, purpose, options, sub-commands and examples of a command."""
     command.format_usage(context, formatter)
-    formatter.write("\n")
-    _write_lines(formatter, _wrapped(cleandoc(command.help or ""), formatter.width - 2))
+    _write_text(formatter, command.help)
     _, _, name = context.command_path.partition("llmopt ")
     name = name or context.command_path
     if questions := QUESTIONS.get(name):
-        formatter.write(f"\n{_styled('Questions', bold=True)}\n")
-        for question, line in questions.items():
-            _write_lines(formatter, [question, f"    {_styled(line, fg='cyan')}"])
+        lines = (
+            f"{question}\n      {_styled(line, fg='cyan')}" for question, line in questions.items()
+        )
+        _write_heading(formatter, "Questions", lines)
     rare = () if context.meta.get(SHOW_ALL) else getattr(command.callback, "rare", ())
     panels: dict[str, Rows] = {}
     left_out: Counter[str] = Counter()
+    if commands := getattr(command, "commands", {}):
+        panels["Commands"] = [(inner, other.help or "") for inner, other in commands.items()]
     for parameter in command.get_params(context):
         row = parameter.get_help_record(context)
         if row is None:
@@ -88,47 +96,43 @@ def write_screen(command: Any, context: Any, formatter: Any) -> None:
             left_out[heading] += 1
         else:
             panels.setdefault(heading, []).append(row)
-    if commands := getattr(command, "commands", {}):
-        rows = [(inner, cleandoc(other.help or "")) for inner, other in commands.items()]
-        panels = {"Commands": rows, **panels}
     for heading, rows in [*panels.items(), *CHOICES.get(name, {}).items()]:
-        _write_section(formatter, heading, rows)
+        column = max(
+            (len(label) for label, _ in rows if len(label) <= MOST_LABEL), default=MOST_LABEL
+        )
+        _write_heading(formatter, heading, (_row(*row, column, formatter.width) for row in rows))
     if left_out:
         counts = (f"{heading} ({count})" for heading, count in left_out.items())
         more = f"{left_out.total()} more options, which --help-all shows: {', '.join(counts)}"
-        formatter.write("\n")
-        _write_lines(formatter, _wrapped(more, formatter.width - 2))
+        _write_text(formatter, more)
     if lines := EXAMPLES.get(name):
-        formatter.write(f"\n{_styled('Examples', bold=True)}\n")
-        _write_lines(formatter, lines)
-    if command.epilog:
-        formatter.write("\n")
-        _write_lines(formatter, _wrapped(command.epilog, formatter.width - 2))
+        _write_heading(formatter, "Examples", lines)
+    _write_text(formatter, command.epilog)
 
 
-def _write_section(formatter: Any, heading: str, rows: Rows) -> None:
-    """The rows below their heading: name and help in two columns, or the help below a long name."""
+def _row(label: str, text: str, column: int, width: int) -> str:
+    """An option's name and help in two columns, or the help below a long name."""
+    help = _wrapped(text, width, column + 4)
+    if len(label) <= column:
+        return f"{_styled(label, fg='cyan')}{help[len(label) + 2 :]}".rstrip()
+    return f"{_styled(_wrapped(label, width, 2).lstrip(), fg='cyan')}\n{help}".rstrip()
+
+
+def _wrapped(text: str, width: int, indent: int) -> str:
+    """Indented lines of whole words: a name with hyphens and a value stay in one piece."""
+    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return fill(text, width, initial_indent=" " * indent, subsequent_indent=" " * indent, **how)
+
+
+def _write_text(formatter: Any, text: str | None) -> None:
+    if text:
+        formatter.write(f"\n{_wrapped(cleandoc(text), formatter.width, 2)}\n")
+
+
+def _write_heading(formatter: Any, heading: str, items: Iterable[str]) -> None:
     formatter.write(f"\n{_styled(heading, bold=True)}\n")
-    column = max((len(label) for label, _ in rows if len(label) <= MOST_LABEL), default=MOST_LABEL)
-    for label, text in rows:
-        lines = _wrapped(text, formatter.width - column - 4)
-        names = _wrapped(label, formatter.width - 2)
-        if len(label) <= column:
-            first = " " * (column - len(label)) + "  " + (lines.pop(0) if lines else "")
-            formatter.write(f"  {_styled(label, fg='cyan')}{first}".rstrip() + "\n")
-        else:
-            _write_lines(formatter, (_styled(name, fg="cyan") for name in names))
-        _write_lines(formatter, lines, indent=column + 4)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """Lines of whole words: a name with hyphens and a value stay in one piece."""
-    return wrap(text, width, break_long_words=False, break_on_hyphens=False)
-
-
-def _write_lines(formatter: Any, lines: Iterable[str], indent: int = 2) -> None:
-    for line in lines:
-        formatter.write(f"{'':{indent}}{line}\n")
+    for item in items:
+        formatter.write(f"  {item}\n")
 
 
 def _styled(text: str, **style: Any) -> str:
