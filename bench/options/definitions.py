@@ -18,6 +18,8 @@ from .values import each, http_url, json_object, listed, pairs, parse_depths, pa
 POSITIVE = within(ge=1)
 COUNT = within(ge=0)
 RATE = within(gt=0, finite=True)
+_positive = partial(option, None, limit=POSITIVE)
+"""Define an option of a number from 1, without which the data set or the command decides."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,12 @@ class DataOptions:
         unset=True,
         common=True,
     )
-    output_len: int | None = option(
-        None,
+    output_len: int | None = _positive(
         "Output tokens. Default: the data set's.",
         flag="--output-len --sharegpt-output-len --custom-output-len --hf-output-len",
-        limit=POSITIVE,
     )
-    random_input_len: int | None = option(
-        None, "Prompt tokens of random. Default: 1024.", limit=POSITIVE, common=True
-    )
-    random_output_len: int | None = option(
-        None, "Output tokens of random. Default: 128.", limit=POSITIVE, common=True
-    )
+    random_input_len: int | None = _positive("Prompt tokens of random. Default: 1024.", common=True)
+    random_output_len: int | None = _positive("Output tokens of random. Default: 128.", common=True)
     random_prefix_len: int = option(0, "Shared prefix tokens of random.", limit=COUNT)
     random_batch_size: int = option(
         1,
@@ -81,19 +77,11 @@ class DataOptions:
     prefix_repetition_prefix_len: int | None = option(
         None, "Tokens of each prefix. Default: 256.", limit=COUNT
     )
-    prefix_repetition_suffix_len: int | None = option(
-        None, "Tokens after the prefix. Default: 256.", limit=POSITIVE
-    )
+    prefix_repetition_suffix_len: int | None = _positive("Tokens after the prefix. Default: 256.")
     prefix_repetition_num_prefixes: int = option(10, "Different prefixes.", limit=POSITIVE)
-    prefix_repetition_output_len: int | None = option(
-        None, "Tokens to generate. Default: 128.", limit=POSITIVE
-    )
-    sonnet_input_len: int | None = option(
-        None, "Prompt tokens of sonnet. Default: 550.", limit=POSITIVE
-    )
-    sonnet_output_len: int | None = option(
-        None, "Output tokens of sonnet. Default: 150.", limit=POSITIVE
-    )
+    prefix_repetition_output_len: int | None = _positive("Tokens to generate. Default: 128.")
+    sonnet_input_len: int | None = _positive("Prompt tokens of sonnet. Default: 550.")
+    sonnet_output_len: int | None = _positive("Output tokens of sonnet. Default: 150.")
     sonnet_prefix_len: int | None = option(
         None, "Shared prefix tokens of sonnet. Default: 200.", limit=COUNT
     )
@@ -162,7 +150,7 @@ class ConversationOptions:
         flag="--multi-turn",
     )
     multi_turn_min_turns: int = option(2, "Leave threads with fewer turns out.", limit=POSITIVE)
-    multi_turn_max_turns: int | None = option(None, "Cut threads after this turn.", limit=POSITIVE)
+    multi_turn_max_turns: int | None = _positive("Cut threads after this turn.")
     multi_turn_history: Literal["model", "dataset"] = option(
         "model", "Answers in the history: the model's own, or the dataset's.", word=str
     )
@@ -171,24 +159,16 @@ class ConversationOptions:
         "Pause before each later turn: seconds, or exponential:MEAN, uniform:LOW:HIGH, "
         "normal:MEAN:STD, lognormal:MEAN:STD.",
     )
-    agentic_num_turns: int | None = option(
-        None, "Number of turns of an agentic session. Default: 8.", limit=POSITIVE
-    )
-    agentic_system_len: int | None = option(
-        None, "Shared system prompt with tools. Default: 1024.", limit=POSITIVE
-    )
-    agentic_task_len: int | None = option(
-        None, "Tokens of the first task. Default: 64.", limit=POSITIVE
-    )
-    agentic_tool_output_len: int | None = option(
-        None, "Tokens of the first tool result. Default: 128.", limit=POSITIVE
+    agentic_num_turns: int | None = _positive("Number of turns of an agentic session. Default: 8.")
+    agentic_system_len: int | None = _positive("Shared system prompt with tools. Default: 1024.")
+    agentic_task_len: int | None = _positive("Tokens of the first task. Default: 64.")
+    agentic_tool_output_len: int | None = _positive(
+        "Tokens of the first tool result. Default: 128."
     )
     agentic_tool_output_growth: float | None = option(
         None, "Growth of each next tool result. Default: 1.25.", limit=within(gt=0, le=10)
     )
-    agentic_output_len: int | None = option(
-        None, "Tokens of each answer. Default: 48.", limit=POSITIVE
-    )
+    agentic_output_len: int | None = _positive("Tokens of each answer. Default: 48.")
 
 
 @dataclass(frozen=True)
@@ -305,10 +285,8 @@ class TargetOptions:
     request_timeout: float = option(
         600.0, "Seconds after which a request counts as failed.", limit=RATE
     )
-    client_workers: int | None = option(
-        None,
-        "Load-client processes. Default: one per 64 streams, at most half of the cores.",
-        limit=POSITIVE,
+    client_workers: int | None = _positive(
+        "Load-client processes. Default: one per 64 streams, at most half of the cores."
     )
     check_client: bool = option(
         True,
@@ -365,13 +343,11 @@ class QualityOptions:
         "documents, gptq (WikiText-2 of the papers), strided, or llama.cpp (llama-perplexity).",
         word=str,
     )
-    quality_window: int | None = option(
-        None,
-        "Tokens per window. Default: the context; gptq and strided at most 2,048, llama.cpp 512.",
-        limit=POSITIVE,
+    quality_window: int | None = _positive(
+        "Tokens per window. Default: the context; gptq and strided at most 2,048, llama.cpp 512."
     )
-    quality_stride: int | None = option(
-        None, "Tokens between windows of strided. Default: half a window.", limit=POSITIVE
+    quality_stride: int | None = _positive(
+        "Tokens between windows of strided. Default: half a window."
     )
     reference: str | None = option(
         None,
@@ -420,7 +396,7 @@ class QualityOptions:
     tool_responses: Path | None = option(
         None, "Score these recorded responses to the items of --tool-calls, as JSON lines."
     )
-    tasks_limit: int | None = option(None, "Maximum samples per task.", limit=POSITIVE)
+    tasks_limit: int | None = _positive("Maximum samples per task.")
     num_fewshot: int | None = option(
         None, "Examples before each question of the tasks.", limit=COUNT
     )
