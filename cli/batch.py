@@ -16,7 +16,7 @@ from ..engine.base.image_input import MediaLimits
 from ..engine.config.config import EngineConfig
 from ..engine.server.protocol.server_options import ServedModelOptions
 from .options.command import From, Words, with_options
-from .options.shared import check_models, json_option
+from .options.shared import check_models, json_option, output_option
 from .serve_local import app_options, require_server
 
 if TYPE_CHECKING:
@@ -32,12 +32,8 @@ class BatchOptions:
         "A folder, a .gguf file, a bundled model's name or a hub id. Default: stories3M.",
         common=True,
     )
-    output: Path | None = option(
-        None,
-        "The file of answers to write. Default: FILE with .out.jsonl.",
-        flag="--output -o",
-        writes="file",
-        common=True,
+    output: Path | None = output_option(
+        "file", "The file of answers to write. Default: FILE with .out.jsonl."
     )
     restart: bool = option(
         False, "Throw away the answers of an earlier run.", flag="--restart", common=True

@@ -13,7 +13,7 @@ from ..base.atomic_io import check_output
 from ..base.option import keywords_of_words, option
 from ..bench.best.target import BestRequest
 from .options.command import From, Words, with_options
-from .options.shared import ModelOptions, json_option
+from .options.shared import ModelOptions, json_option, output_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,12 +27,8 @@ class BestRunOptions:
 
     PANEL: ClassVar = "Output"
 
-    output: Path | None = option(
-        None,
-        "Folder of the search, the finalists and decision.json. Default: ./MODEL-best.",
-        flag="--output -o",
-        writes="folder",
-        common=True,
+    output: Path | None = output_option(
+        "folder", "Folder of the search, the finalists and decision.json. Default: ./MODEL-best."
     )
     dry_run: bool = option(
         False,

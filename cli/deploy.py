@@ -12,6 +12,7 @@ from ..base.atomic_io import check_output, write_atomically
 from ..base.option import keywords_of_words, option
 from ..engine.deploy.deployment import DeployChoices
 from .options.command import From, Words, with_options
+from .options.shared import output_option
 
 if TYPE_CHECKING:
     from ..engine.planner.plan import DeploymentPlan
@@ -44,12 +45,8 @@ class DeployedPlanOptions:
 class DeployOutputOptions:
     """Output folder."""
 
-    output: Path | None = option(
-        None,
-        "Folder to write into. Default: deploy-NAME.",
-        flag="--output -o",
-        hidden_flags=("--out",),
-        writes="folder",
+    output: Path | None = output_option(
+        "folder", "Folder to write into. Default: deploy-NAME.", hidden_flags=("--out",)
     )
     as_json: bool = option(False, "Print the files as JSON.", flag="--json")
 

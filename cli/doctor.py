@@ -13,6 +13,7 @@ import typer
 from ..base.errors import BadInput
 from ..base.option import option
 from .options.command import with_options
+from .options.shared import output_option
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,8 @@ class DoctorOptions:
         "Try the GPU in nine minutes: kernels, three models and every quantizer, next to what is expected.",
         flag="--gpu",
     )
-    output: Path | None = option(
-        None,
-        "The record of --gpu, as JSON, written after each stage.",
-        flag="--output -o",
-        writes="file",
+    output: Path | None = output_option(
+        "file", "The record of --gpu, as JSON, written after each stage."
     )
     as_json: bool = option(
         False, "Print the findings of --all, or the record of --gpu, as JSON.", flag="--json"

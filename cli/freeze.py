@@ -6,24 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..base.option import option
 from ..bench.options.definitions import ArrivalOptions, ConversationOptions, DataOptions
 from ..engine.config.config import EngineConfig
 from .options.command import From, Words, with_options
-from .options.shared import ModelOptions, json_option
+from .options.shared import ModelOptions, json_option, output_option
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenOptions:
     """Options of the file that is written."""
 
-    output: Path = option(
-        Path("workload.jsonl"),
-        "The file to write; JSON lines.",
-        flag="--output -o",
+    output: Path = output_option(
+        *("file", "The file to write; JSON lines.", Path("workload.jsonl")),
         hidden_flags=("--out",),
-        writes="file",
-        common=True,
     )
     as_json: bool = json_option()
 

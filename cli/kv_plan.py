@@ -14,7 +14,7 @@ from ..base.errors import BadInput
 from ..base.option import keywords_of_words, option
 from ..engine.config.plan_options import PlanRequest
 from .options.command import From, Words, with_options
-from .options.shared import ModelOptions
+from .options.shared import ModelOptions, output_option
 
 if TYPE_CHECKING:
     from ..engine.planner.plan import DeploymentPlan
@@ -30,13 +30,8 @@ class PlanOutputOptions:
     names: bool = option(
         False, "List the models and GPUs of the table.", flag="--list", common=True
     )
-    output: Path | None = option(
-        None,
-        "Write the plan as JSON to this file.",
-        flag="--output -o",
-        hidden_flags=("--out",),
-        writes="file",
-        common=True,
+    output: Path | None = output_option(
+        "file", "Write the plan as JSON to this file.", hidden_flags=("--out",)
     )
     html: Path | None = option(None, "Write the plan as a page.", writes="file")
     as_json: bool = option(False, "Print the plan as JSON.", flag="--json", common=True)

@@ -10,15 +10,14 @@ import typer
 
 from ..base.option import option
 from .options.command import with_options
+from .options.shared import output_option
 
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
     """The files to write."""
 
-    output: Path = option(
-        Path("report.html"), "The HTML file to write.", flag="--output -o", writes="file"
-    )
+    output: Path = output_option("file", "The HTML file to write.", Path("report.html"))
     markdown: Path | None = option(
         None, "Write the tables as Markdown to this file too.", writes="file"
     )

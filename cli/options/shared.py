@@ -26,6 +26,14 @@ TrustRemoteCode = Annotated[
 ]
 
 
+def output_option(
+    writes: Literal["file", "folder"], help: str, default: Path | None = None, **details: Any
+) -> Any:
+    """Define `--output` of a command that people use with it; `details` as of `option`."""
+    how = {"flag": "--output -o", "writes": writes, "common": True}
+    return option(default, help, **{**how, **details})
+
+
 def json_option() -> Any:
     return option(False, "Print the result alone, as JSON, on stdout.", flag="--json", common=True)
 
@@ -57,12 +65,8 @@ class ModelOptions:
 class FolderOptions:
     """The run folder."""
 
-    output: Path | None = option(
-        None,
-        "The run folder to create. Default: one in --result-dir, named by time and run.",
-        flag="--output -o",
-        writes="folder",
-        common=True,
+    output: Path | None = output_option(
+        "folder", "The run folder to create. Default: one in --result-dir, named by time and run."
     )
     result_dir: Path = option(Path("runs"), "Parent of run folders.")
 
@@ -274,12 +278,10 @@ class StartOptions:
 class VerdictFileOptions:
     """The files of a verdict."""
 
-    output: Path | None = option(
-        None,
+    output: Path | None = output_option(
+        "file",
         "Write the comparison as one HTML file; with --run, the folder of the starts.",
-        flag="--output -o",
         hidden_flags=("--html",),
-        writes="file",
     )
     markdown: Path | None = option(
         None, "Write the comparison as Markdown to this file.", writes="file"
