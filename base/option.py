@@ -11,7 +11,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -91,6 +91,11 @@ def option_like(config: type, name: str, **changes: Any) -> Any:
     option = options_of(config)[name]
     panel = option.panel or getattr(config, "PANEL", None)
     return field(default=default, metadata={_KEY: replace(option, **{"panel": panel, **changes})})
+
+
+def option_in(field: Any) -> Option | None:
+    """The option of a dataclass field, or of a parameter's default that is one."""
+    return field.metadata.get(_KEY) if isinstance(field, Field) else None
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,31 +23,24 @@ if TYPE_CHECKING:
     from ..engine.server.batch import AnswerJournal, BatchFile
 
 
-@dataclass(frozen=True, slots=True)
-class BatchOptions:
-    """The model that answers, and where the answers go."""
-
-    model: str | None = option(
-        None,
-        "A folder, a .gguf file, a bundled model's name or a hub id. Default: stories3M.",
-        common=True,
-    )
-    output: Path | None = output_option(
-        "file", "The file of answers to write. Default: FILE with .out.jsonl."
-    )
-    restart: bool = option(
-        False, "Throw away the answers of an earlier run.", flag="--restart", common=True
-    )
-    as_json: bool = json_option()
-
-
 @with_options
 def batch(
     file: Annotated[Path, typer.Argument(help="JSON lines of custom_id, method, url and body.")],
     served: ServedModelOptions,
     engine: Annotated[Words, From(EngineConfig)],
     media: Annotated[Words, From(MediaLimits)],
-    run: BatchOptions,
+    model: str | None = option(
+        None,
+        "A folder, a .gguf file, a bundled model's name or a hub id. Default: stories3M.",
+        common=True,
+    ),
+    output: Path | None = output_option(
+        "file", "The file of answers to write. Default: FILE with .out.jsonl."
+    ),
+    restart: bool = option(
+        False, "Throw away the answers of an earlier run.", flag="--restart", common=True
+    ),
+    as_json: bool = json_option(),
 ) -> None:
     """Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed."""
     require_server("batch")
@@ -56,19 +49,19 @@ def batch(
     from ..recipes import DEFAULT_MODEL
     from .output.console import result_console, say
 
-    name = run.model or DEFAULT_MODEL
+    name = model or DEFAULT_MODEL
     keywords = keywords_of_words(EngineConfig, engine)
     check_models(keywords)
     config = EngineConfig(model=name, **keywords)
     for_app = {"model_name": served.served_name(name), **app_options(served)}
     limits = MediaLimits(**keywords_of_words(MediaLimits, media))
-    target = run.output or file.with_suffix(".out.jsonl")
+    target = output or file.with_suffix(".out.jsonl")
     names = [served.served_name(name), *config.loras]
     check_output(target, "--output", folder=False)
     requests = read_batch(file, names, digest_of(resolve_model(name), config, for_app))
     if target.resolve() == file.resolve():
         raise BadInput(f"--output {target} is the batch file itself: name another")
-    with AnswerJournal(target, requests.requests, restart=run.restart) as answers:
+    with AnswerJournal(target, requests.requests, restart=restart) as answers:
         for note in answers.notes:
             say(note)
         num_resumed, began = len(answers), time.monotonic()
@@ -85,7 +78,7 @@ def batch(
     say(
         f"{target}: {len(requests.requests)} requests answered{earlier}, {num_failed} of them "
         f"with an error; {num_tokens:,} tokens in {seconds:.1f} s",
-        result_console(run.as_json, {"output": str(target), **counts, "seconds": seconds}),
+        result_console(as_json, {"output": str(target), **counts, "seconds": seconds}),
     )
     raise typer.Exit(1 if num_failed else 0)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..base.errors import BadInput
-from ..base.option import keywords_of_words
+from ..base.option import keywords_of_words, option
 from ..bench.options import definitions as of_bench
 from ..bench.record.tracking import TrackingOptions
 from ..engine.config.config import EngineConfig
@@ -16,7 +16,6 @@ from .options.command import From, Words, with_options
 from .options.shared import (
     ModelOptions,
     ResultOptions,
-    SanityOptions,
     SweepOptions,
     VerdictOptions,
     check_models,
@@ -38,7 +37,14 @@ def bench(
     workload: Annotated[Words, From(*WORKLOAD)],
     sweep: SweepOptions,
     target: Annotated[Words, From(of_bench.TargetOptions)],
-    sanity: SanityOptions,
+    sanity: str | None = option(
+        None,
+        "Check that the server at this URL, or one that --serve (default: llmopt) starts with this model, "
+        "answers sanely, and end: exit code 1 is broken.",
+        metavar="URL",
+        panel="Server",
+    ),
+    *,
     engine: Annotated[Words, From(EngineConfig)],
     scores: Annotated[Words, From(of_bench.MetricOptions, of_bench.QualityOptions)],
     verdict: VerdictOptions,
@@ -49,8 +55,8 @@ def bench(
     """Measure a model: latency, throughput, quality and memory, in a folder under runs/."""
     from ..bench.options.options import BenchOptions, checked
 
-    if sanity.sanity is not None:
-        _check_sanity(sanity.sanity, target, model.name, as_json=result.as_json)
+    if sanity is not None:
+        _check_sanity(sanity, target, model.name, as_json=result.as_json)
         return
     if target["check_client"] and target["base_url"] is None and target["serve"] is None:
         _print_client_errors(target, as_json=result.as_json)

@@ -11,7 +11,7 @@ import typer
 from ..base.errors import BadInput
 from ..base.option import at_least, check_limits, option
 from .options.command import with_options
-from .options.shared import TrustRemoteCode, json_option
+from .options.shared import json_option, trust_option
 
 if TYPE_CHECKING:
     from ..engine.planner.formats import FormatSpeed
@@ -60,7 +60,7 @@ def check(
         typer.Argument(help="A folder, a .gguf file, a config.json next to an index, or a hub id."),
     ],
     options: CheckOptions,
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: bool = trust_option(),
 ) -> None:
     """Say which engines load a checkpoint, with which kernels; exit 1 if none does."""
     from ..base.atomic_io import expanded

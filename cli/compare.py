@@ -12,8 +12,9 @@ import typer
 
 from ..base.atomic_io import check_output, make_folder
 from ..base.errors import BadInput
+from ..base.option import option
 from .options.command import with_options
-from .options.shared import LimitOptions, RunPlanOptions, StartOptions, VerdictFileOptions
+from .options.shared import LimitOptions, StartOptions, VerdictFileOptions
 
 if TYPE_CHECKING:
     from ..bench.gate.compare import Comparison
@@ -32,7 +33,12 @@ def compare(
     ] = None,
     *,
     limits: LimitOptions,
-    plan: RunPlanOptions,
+    plan_runs: str | None = option(
+        None,
+        "Print how many pairs of runs tell a change of this size, such as 3%, at the noise of the "
+        "given runs or at three usual ones, and end.",
+        metavar="SHARE",
+    ),
     starts: StartOptions,
     files: VerdictFileOptions,
 ) -> None:
@@ -40,8 +46,8 @@ def compare(
     from .output.bench_tables import print_comparison
     from .output.console import result_console
 
-    if plan.plan_runs is not None:
-        _print_plan(plan.plan_runs, arguments or [], as_json=files.as_json)
+    if plan_runs is not None:
+        _print_plan(plan_runs, arguments or [], as_json=files.as_json)
         return
     if starts.is_asked_for:
         comparison, record = compare_starts(arguments or (), limits, starts, files)

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import MISSING, asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..base.atomic_io import check_output
+from ..base.option import option
 from ..quant.kinds.registry import format_names
-from .options.command import output_to
-from .options.shared import Json, TrustRemoteCode
+from .options.command import with_options
+from .options.shared import json_option, output_option, trust_option
 
 
+@with_options
 def convert(
     source: Annotated[
         Path, typer.Argument(help="Folder of a quantized checkpoint, or a .gguf file.")
     ],
-    target: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            help=f"{', '.join(format_names())}; or hf: dequantized, a checkpoint for transformers.",
-        ),
-    ],
-    output: Annotated[Path | None, output_to("Folder to create. Default: ./SOURCE-FORMAT.")] = None,
-    allow_loss: Annotated[
-        bool,
-        typer.Option(
-            "--allow-loss", help="Requantize weights that the format cannot represent exactly."
-        ),
-    ] = False,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Json = False,
+    target: str = option(
+        MISSING,
+        f"{', '.join(format_names())}; or hf: dequantized, a checkpoint for transformers.",
+        flag="--format",
+    ),
+    output: Path | None = output_option("folder", "Folder to create. Default: ./SOURCE-FORMAT."),
+    allow_loss: bool = option(
+        False,
+        "Requantize weights that the format cannot represent exactly.",
+        flag="--allow-loss",
+    ),
+    trust_remote_code: bool = trust_option(),
+    as_json: bool = json_option(),
 ) -> None:
     """Convert a quantized checkpoint to another format, or to plain weights."""
     from ..quant.methods.registry import check_format

@@ -41,16 +41,6 @@ class DeployedPlanOptions:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class DeployOutputOptions:
-    """Output folder."""
-
-    output: Path | None = output_option(
-        "folder", "Folder to write into. Default: deploy-NAME.", hidden_flags=("--out",)
-    )
-    as_json: bool = option(False, "Print the files as JSON.", flag="--json")
-
-
 @with_options
 def deploy(
     model: Annotated[
@@ -58,7 +48,10 @@ def deploy(
     ],
     planned: DeployedPlanOptions,
     cluster: Annotated[Words, From(DeployChoices, but=("model",))],
-    output: DeployOutputOptions,
+    output: Path | None = output_option(
+        "folder", "Folder to write into. Default: deploy-NAME.", hidden_flags=("--out",)
+    ),
+    as_json: bool = option(False, "Print the files as JSON.", flag="--json"),
 ) -> None:
     """Write manifests, a compose file, alert rules and Dockerfiles, as planned."""
     from ..engine.deploy.deploy_files import deploy_files
@@ -70,7 +63,7 @@ def deploy(
 
     choose_devices([counted_name(planned.gpu)[1]], None)  # a wrong name is refused before any work
     choices = DeployChoices(model, **keywords_of_words(DeployChoices, cluster))
-    folder = output.output or Path(f"deploy-{choices.name}")
+    folder = output or Path(f"deploy-{choices.name}")
     check_output(folder, "--output", folder=True)
     stored = stored_quantization_of(find_model(planned.like or model))
     plan = _plan(choices, planned)
@@ -81,7 +74,7 @@ def deploy(
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / path, text.encode())
-    if output.as_json:
+    if as_json:
         emit_json({"folder": str(folder), "plan": list(deployment.why), "files": files})
         return
     lines = [*deployment.why, f"wrote {len(files)} files into {folder}:"]

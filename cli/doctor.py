@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,41 +16,36 @@ from .options.command import with_options
 from .options.shared import output_option
 
 
-@dataclass(frozen=True, slots=True)
-class DoctorOptions:
-    """Checks to make, and their output."""
-
+@with_options
+def doctor(
     everything: bool = option(
         False,
         "Ask torch too: time the threads, compile every C kernel, and show the kernel selected for each "
         "operation and why not the others.",
         flag="--all",
-    )
+    ),
     self_test: bool | None = option(
         None,
         "Check each kernel against its reference and measure roofline ceilings. Default: with CUDA, where "
         "--all or --json is given.",
-    )
+    ),
     renew: bool = option(
         False,
         "Forget which kernels earned their place on the GPU, and try them again.",
         flag="--renew",
-    )
+    ),
     gpu: bool = option(
         False,
         "Try the GPU in nine minutes: kernels, three models and every quantizer, next to what is expected.",
         flag="--gpu",
-    )
+    ),
     output: Path | None = output_option(
         "file", "The record of --gpu, as JSON, written after each stage."
-    )
+    ),
     as_json: bool = option(
         False, "Print the findings of --all, or the record of --gpu, as JSON.", flag="--json"
-    )
-
-
-@with_options
-def doctor(asked: DoctorOptions) -> None:
+    ),
+) -> None:
     """Show this machine's hardware, what is wrong and what to do about it; with --all also the kernel
     selected for each operation.
 
@@ -61,21 +56,21 @@ def doctor(asked: DoctorOptions) -> None:
     from .output.console import emit_json, stdout
     from .output.doctor_tables import show_findings
 
-    if asked.gpu and (asked.everything or asked.renew or asked.self_test is not None):
+    if gpu and (everything or renew or self_test is not None):
         raise BadInput("--gpu is a run of its own: leave out --all, --renew and --self-test")
-    if asked.gpu:
-        _try_gpu(asked.output, asked.as_json)
+    if gpu:
+        _try_gpu(output, as_json)
         return
-    if asked.output is not None:
+    if output is not None:
         raise BadInput("--output is where --gpu writes its record: add --gpu")
-    findings = _findings(asks_torch=asked.everything or asked.as_json, renew=asked.renew)
+    findings = _findings(asks_torch=everything or as_json, renew=renew)
     health = None
-    if bool(findings.get("cuda")) if asked.self_test is None else asked.self_test:
+    if bool(findings.get("cuda")) if self_test is None else self_test:
         from ..bench.machine.roofline import check_health
 
         health = check_health()
     findings["health"] = health
-    if asked.as_json:
+    if as_json:
         emit_json(findings)
     else:
         show_findings(findings, stdout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,17 +11,6 @@ from .options.command import From, Words, with_options
 from .options.shared import ModelOptions, json_option, output_option
 
 
-@dataclass(frozen=True, slots=True)
-class FrozenOptions:
-    """Options of the file that is written."""
-
-    output: Path = output_option(
-        *("file", "The file to write; JSON lines.", Path("workload.jsonl")),
-        hidden_flags=("--out",),
-    )
-    as_json: bool = json_option()
-
-
 @with_options
 def freeze(
     model: ModelOptions,
@@ -30,7 +18,13 @@ def freeze(
     fitted: Annotated[
         Words, From(EngineConfig, panel=ArrivalOptions.PANEL, only=("max_model_len", "seed"))
     ],
-    frozen: FrozenOptions,
+    output: Path = output_option(
+        "file",
+        "The file to write; JSON lines.",
+        Path("workload.jsonl"),
+        hidden_flags=("--out",),
+    ),
+    as_json: bool = json_option(),
 ) -> None:
     """Write a workload with its token ids, lengths, arrival times and hash.
 
@@ -46,7 +40,7 @@ def freeze(
     resolve_model(options.model)  # before torch is imported
     from ..bench.workloads.datasets import freeze_workload
 
-    made, output = freeze_workload(options, frozen.output), frozen.output
+    made = freeze_workload(options, output)
     for note in made.notes:
         say(f"{made.name}: {note}")
     record = {
@@ -63,5 +57,5 @@ def freeze(
         f"{output}: {threads}{record['num_requests']} requests, {made.prompt_tokens:,} prompt and "
         f"{made.output_tokens:,} output tokens, the last due at "
         f"{record['last_arrival_seconds']:.2f} s\nsha256 {made.sha256}",
-        result_console(frozen.as_json, record),
+        result_console(as_json, record),
     )

@@ -11,23 +11,23 @@ import typer
 
 from ..base.atomic_io import check_output
 from ..base.errors import BadInput
-from .options.command import output_to
-from .options.shared import Json
+from ..base.option import option
+from .options.command import with_options
+from .options.shared import json_option, output_option
 
 
+@with_options
 def merge(
     base: Annotated[
         Path, typer.Argument(help="Folder of the checkpoint, plain or quantized, or a .gguf file.")
     ],
     adapters: Annotated[list[Path], typer.Argument(help="Folders of PEFT adapters.")],
-    weights: Annotated[
-        str | None, typer.Option(help="Factor of each adapter, as in 0.7,0.3. Default: 1 for each.")
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="auto (that of the base), float32, bfloat16 or float16.")
-    ] = "auto",
-    output: Annotated[Path | None, output_to("Folder to create. Default: ./BASE-merged.")] = None,
-    as_json: Json = False,
+    weights: str | None = option(
+        None, "Factor of each adapter, as in 0.7,0.3. Default: 1 for each."
+    ),
+    dtype: str = option("auto", "auto (that of the base), float32, bfloat16 or float16."),
+    output: Path | None = output_option("folder", "Folder to create. Default: ./BASE-merged."),
+    as_json: bool = json_option(),
 ) -> None:
     """Fold LoRA and DoRA adapters into the weights of a checkpoint."""
     from ..quant.convert.adapter import LoraSettings

@@ -14,8 +14,8 @@ from ..base.atomic_io import check_output
 from ..base.errors import BadInput
 from ..base.option import at_least, check_limits, keywords_of_words, option
 from ..quant.plan.request import QuantizeRequest, check_free
-from .options.command import From, Words, output_to, with_options
-from .options.shared import ModelOptions, json_option
+from .options.command import From, Words, with_options
+from .options.shared import ModelOptions, json_option, output_option
 
 _RUN = ("tensor_parallel", "trust_remote_code", "restart", "mock", "model_free")
 
@@ -57,9 +57,9 @@ def quantize(
     context: typer.Context,
     model: ModelOptions,
     asked: Annotated[Words, From(QuantizeRequest, but=_RUN)],
-    output: Annotated[
-        Path | None, output_to("Folder to create. Default: ./MODEL-METHOD-BITSbit.")
-    ] = None,
+    output: Path | None = output_option(
+        "folder", "Folder to create. Default: ./MODEL-METHOD-BITSbit."
+    ),
     *,
     run: Annotated[Words, From(QuantizeRequest, only=_RUN)],
     chosen: RunOptions,

@@ -13,7 +13,7 @@ from ..base.atomic_io import check_output
 from ..base.errors import BadInput
 from ..base.option import option
 from .options.command import with_options
-from .options.shared import FolderOptions, Json
+from .options.shared import FolderOptions, json_option
 
 if TYPE_CHECKING:
     from ..base.progress import Progress
@@ -51,13 +51,11 @@ class RecipeOptions:
 def run(
     asked: RecipeOptions,
     folder: FolderOptions,
-    schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON schema of recipes; do nothing.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the recipe and print its steps; do nothing.")
-    ] = False,
-    as_json: Json = False,
+    schema: bool = option(False, "Print the JSON schema of recipes; do nothing.", flag="--schema"),
+    dry_run: bool = option(
+        False, "Check the recipe and print its steps; do nothing.", flag="--dry-run"
+    ),
+    as_json: bool = json_option(),
 ) -> None:
     """Run a recipe: bench, quantize, verify, bench again, compare, report."""
     if schema:

@@ -8,15 +8,17 @@ from typing import Annotated
 
 import typer
 
-from .options.shared import Json, TrustRemoteCode
+from .options.command import with_options
+from .options.shared import json_option, trust_option
 
 
+@with_options
 def verify(
     folder: Annotated[
         Path, typer.Argument(help="The folder of a quantized checkpoint, or a .gguf file.")
     ],
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Json = False,
+    trust_remote_code: bool = trust_option(),
+    as_json: bool = json_option(),
 ) -> None:
     """Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was computed."""
     from ..quant.source.models import check_local, refuse_mock, refuse_plain

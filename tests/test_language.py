@@ -17,7 +17,6 @@ KEPT = {
     "bench.record.comparable": {"said"},
     "bench.session.sweep": {"found"},
     "cli.best": {"asked"},
-    "cli.doctor": {"asked"},
     "cli.kv_plan": {"words"},
     "cli.quantize": {"asked"},
     "cli.run": {"asked"},

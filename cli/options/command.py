@@ -6,20 +6,25 @@
         rows: int | None = option(None, "Rows of the table.")
 
     @with_options
-    def bench(engine: Annotated[Words, From(EngineConfig)], table: TableOptions) -> None: ...
+    def bench(
+        engine: Annotated[Words, From(EngineConfig)],
+        table: TableOptions,
+        label: str | None = option(None, "A label in the result."),
+    ) -> None: ...
 
 A parameter that is such a dataclass gets one; a parameter of `From` gets the words of configs as they were
-written, for a reader that parses and checks them together. `--config FILE`, of a command with `ConfigFile`,
-reads options from a YAML file: its values are the command's defaults (click's `default_map`), so that the
-command line and the environment win. The name and the precedence are vLLM's. A command of more than
-`MOST_SHOWN` options, some of them `common`, gets `--help-all`, and its `--help` leaves the others out
-(`cli/output/help_screen.py`).
+written, for a reader that parses and checks them together. An option may also be a parameter's default.
+
+`--config FILE`, of a command with `ConfigFile`, reads options from a YAML file: its values are the command's
+defaults (click's `default_map`), so that the command line and the environment win. The name and the
+precedence are vLLM's. A command of more than `MOST_SHOWN` options, some of them `common`, gets `--help-all`,
+and its `--help` leaves the others out (`cli/output/help_screen.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -30,7 +35,14 @@ import typer
 
 from ...base.atomic_io import check_output
 from ...base.errors import BadInput
-from ...base.option import Option, flag_of, keywords, options_of, word_and_default, word_name
+from ...base.option import (
+    Option,
+    flag_of,
+    keywords,
+    option_in,
+    word_and_default,
+    word_name,
+)
 
 _HIDDEN = "__hidden"
 MOST_SHOWN = 30
@@ -69,7 +81,7 @@ class From:
         for config in self.configs:
             hints = get_type_hints(config, include_extras=True)
             for field in fields(config):
-                option, hint = options_of(config).get(field.name), hints[field.name]
+                option, hint = option_in(field), hints[field.name]
                 is_wanted = not self._only or field.name in self._only
                 if option is None and self._is_group:
                     yield _keyword(field.name, hint, field.default)
@@ -78,16 +90,15 @@ class From:
                 if option.config is not None:
                     yield from From(option.config, nested=True).parameters()
                     continue
-                kind, default = word_and_default(hint, field.default, option)
-                if field.default is field.default_factory is MISSING and not self._nested:
-                    default = Parameter.empty
                 panel = option.panel or self._panel or getattr(config, "PANEL", None)
                 name = field.name if self._is_group else word_name(field.name, option)
-                yield from _parameters(name, field.name, option, kind, default, panel)
+                is_required = field.default is field.default_factory is MISSING and not self._nested
+                default = Parameter.empty if is_required else field.default
+                yield from _parameters(name, replace(option, panel=panel), hint, default)
 
-    def value(self, words: Words) -> Any:
-        """What the parameter takes for these words of a command line."""
-        return self.configs[0](**keywords(self.configs[0], words)) if self._is_group else words
+    def value(self, given: Words) -> Any:
+        """Make the value of the parameter from the words given on a command line."""
+        return self.configs[0](**keywords(self.configs[0], given)) if self._is_group else given
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -101,6 +112,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         source = next((note for note in get_args(hint) if isinstance(note, From)), None)
         if isinstance(hint, type) and is_dataclass(hint):
             source = From(hint, is_group=True)
+        if (option := option_in(parameter.default)) is not None:
+            default = parameter.default.default
+            default = Parameter.empty if default is MISSING else default
+            shown += _parameters(parameter.name, option, hint, default)
+            continue
         if source is None:
             shown.append(_keyword(parameter.name, hint, parameter.default))
             continue
@@ -132,6 +148,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             name: source.value({word: given.pop(word) for word in names})
             for name, (source, names) in made_of.items()
         }
+        for name in defined.keys() & given.keys():
+            given[name] = defined[name].value(given[name])
         command(**made, **given)
 
     call.__signature__ = Signature(every)  # type: ignore[attr-defined]
@@ -163,11 +181,10 @@ def _keyword(name: str, hint: Any, default: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def _parameters(
-    name: str, field: str, option: Option, kind: Any, default: Any, panel: str | None
-) -> Iterator[Parameter]:
-    """The parameter of an option, and a hidden one for its aliases."""
-    flags = option.flag.split() or [flag_of(field, option)]
+def _parameters(name: str, option: Option, hint: Any, default: Any) -> Iterator[Parameter]:
+    """The parameter of an option, and a hidden one for its aliases. Without a default it is required."""
+    kind, word = word_and_default(hint, default, option)
+    flags = option.flag.split() or [flag_of(name, option)]
     if not option.flag and kind in (bool, bool | None):
         flags = [f"{flags[0]}/--no-{flags[0].removeprefix('--')}"]
     least, most = option.span or (None, None)
@@ -175,7 +192,7 @@ def _parameters(
     info = typer.Option(
         *flags,
         help=option.help,
-        rich_help_panel=panel,
+        rich_help_panel=option.panel,
         show_default=True if option.show_default is None else option.show_default,
         metavar=option.metavar,
         envvar=option.envvar,
@@ -184,6 +201,7 @@ def _parameters(
         max=most,
         callback=callback,
     )
+    default = default if default is Parameter.empty else word
     yield _keyword(name, Annotated[kind, info, option], default)
     if option.hidden_flags:
         alias = typer.Option(
@@ -205,11 +223,6 @@ def _writes(kind: Literal["file", "folder", "cache"]) -> Callable[..., Path | No
         return path
 
     return checked
-
-
-def output_to(help: str) -> Any:
-    """Define `--output` of a command that creates a folder."""
-    return typer.Option("--output", "-o", callback=_writes("folder"), help=help)
 
 
 def _by_shown_name(given: Words, known: dict[str, Parameter]) -> Words:

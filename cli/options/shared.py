@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from ...bench.options.values import Kind
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result alone, as JSON, on stdout.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")
-]
-
-
 def output_option(
     writes: Literal["file", "folder"], help: str, default: Path | None = None, **details: Any
 ) -> Any:
@@ -36,6 +30,10 @@ def output_option(
 
 def json_option() -> Any:
     return option(False, "Print the result alone, as JSON, on stdout.", flag="--json", common=True)
+
+
+def trust_option() -> Any:
+    return option(False, "Run code that the checkpoint brings.", flag="--trust-remote-code")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +102,6 @@ def check_models(keywords: Mapping[str, Any]) -> None:
     speculation = keywords.get("speculation")
     if speculation is not None and speculation.draft_model is not None:
         resolve_model(str(speculation.draft_model))
-
-
-@dataclass(frozen=True, slots=True)
-class SanityOptions:
-    """The check of a server that measures nothing."""
-
-    PANEL: ClassVar = "Server"
-
-    sanity: str | None = option(
-        None,
-        "Check that the server at this URL, or one that --serve (default: llmopt) starts with this model, "
-        "answers sanely, and end: exit code 1 is broken.",
-        metavar="URL",
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,18 +205,6 @@ class LimitOptions:
         None,
         "Which speeds decide: auto (those that this machine can tell), off (none), only (nothing "
         "else). Default: all limits decide, and a speed that is too noisy ends in no verdict.",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class RunPlanOptions:
-    """Number of runs that a comparison needs, before any is made."""
-
-    plan_runs: str | None = option(
-        None,
-        "Print how many pairs of runs tell a change of this size, such as 3%, at the noise of the "
-        "given runs or at three usual ones, and end.",
-        metavar="SHARE",
     )
 
 
