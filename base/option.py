@@ -30,8 +30,7 @@ class Option:
     """Help, spelling, parser and limit of a field.
 
     Attributes:
-        flag: command-line spellings, with spaces between; empty: `--` and the field's name. A switch that
-            has no `/--no-` is only switched on.
+        flag: command-line spellings, with spaces between; empty: `--` and the field's name.
         hidden_flags: accepted aliases that help screens omit: earlier ones, or vLLM's where it differs.
             A switch has them in pairs, as in `--overlapped-loop/--serial-loop`.
         former_names: deprecated names of the field in keywords and recipes.
@@ -43,6 +42,7 @@ class Option:
         show_default: description of a derived default on help screens.
         span: least and largest value, on help screens.
         writes: kind of the path, which is checked before any work; caches are read if they exist.
+        is_switch: True if the option is only switched on: its default is False, and `flag` has no `/--no-`.
         secret: True if representations leave the value out.
         common: True if people use it first: `--help` of a command with many options shows no others.
         config: class of a nested config, whose options are on the command line too. Its constructor `asked`
@@ -64,6 +64,7 @@ class Option:
     span: tuple[int, int | None] | None = None
     envvar: str | None = None
     writes: Literal["file", "folder", "cache"] | None = None
+    is_switch: bool = False
     secret: bool = False
     common: bool = False
     config: type[Any] | None = None
@@ -79,7 +80,8 @@ def option(
 ) -> Any:
     """Define a dataclass field that is an option; `details` are the other attributes of `Option`. The default
     is `MISSING` where there is none, or `factory` makes it."""
-    metadata = {_KEY: Option(help, **details)}
+    is_switch = default is False and "/" not in details.get("flag", "")
+    metadata = {_KEY: Option(help, is_switch=is_switch, **details)}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -154,8 +156,8 @@ def words_of(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
     written: dict[str, Any] = {}
     for name, option in options_of(config).items():
         value = values.get(name)
-        if value is None or (value is False and option.flag and "/" not in option.flag):
-            continue  # a switch without --no- is only switched on
+        if value is None or (value is False and option.is_switch):
+            continue
         if option.config is not None:
             inner = {field: getattr(value, field) for field in options_of(option.config)}
             written |= words_of(option.config, inner)

@@ -37,9 +37,7 @@ def batch(
     output: Path | None = output_option(
         "file", "The file of answers to write. Default: FILE with .out.jsonl."
     ),
-    restart: bool = option(
-        False, "Throw away the answers of an earlier run.", flag="--restart", common=True
-    ),
+    restart: bool = option(False, "Throw away the answers of an earlier run.", common=True),
     as_json: bool = json_option(),
 ) -> None:
     """Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed."""

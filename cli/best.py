@@ -33,7 +33,6 @@ class BestRunOptions:
     dry_run: bool = option(
         False,
         "Only plan: size and speed of the usual quantizations from config.json, without a measurement.",
-        flag="--dry-run",
         common=True,
     )
     as_json: bool = json_option()

@@ -40,14 +40,12 @@ class CheckOptions:
         limit=at_least(1),
         common=True,
     )
-    values: bool = option(
-        False, "Read every value too, and find silent damage.", flag="--values", common=True
-    )
+    values: bool = option(False, "Read every value too, and find silent damage.", common=True)
     reference: Path | None = option(
         None, "The plain checkpoint to compare the values with, tensor by tensor."
     )
     as_json: bool = json_option()
-    markdown: bool = option(False, "Print the answer as Markdown.", flag="--markdown")
+    markdown: bool = option(False, "Print the answer as Markdown.")
 
     def __post_init__(self) -> None:
         check_limits(self, by_flag=True)

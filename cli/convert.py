@@ -29,7 +29,6 @@ def convert(
     allow_loss: bool = option(
         False,
         "Requantize weights that the format cannot represent exactly.",
-        flag="--allow-loss",
     ),
     trust_remote_code: bool = trust_option(),
     as_json: bool = json_option(),

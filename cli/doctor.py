@@ -32,12 +32,10 @@ def doctor(
     renew: bool = option(
         False,
         "Forget which kernels earned their place on the GPU, and try them again.",
-        flag="--renew",
     ),
     gpu: bool = option(
         False,
         "Try the GPU in nine minutes: kernels, three models and every quantizer, next to what is expected.",
-        flag="--gpu",
     ),
     output: Path | None = output_option(
         "file", "The record of --gpu, as JSON, written after each stage."

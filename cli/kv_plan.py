@@ -26,7 +26,7 @@ class PlanOutputOptions:
 
     PANEL: ClassVar = "Output"
 
-    explain: bool = option(False, "Each formula with its numbers.", flag="--explain", common=True)
+    explain: bool = option(False, "Each formula with its numbers.", common=True)
     names: bool = option(
         False, "List the models and GPUs of the table.", flag="--list", common=True
     )

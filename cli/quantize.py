@@ -29,13 +29,11 @@ class RunOptions:
     dry_run: bool = option(
         False,
         "Only predict sizes, time, memory and compatible loaders, from config and headers.",
-        flag="--dry-run",
         common=True,
     )
     time: bool = option(
         False,
         "With --dry-run: read the data and quantize a layer, for a better estimate of the time.",
-        flag="--time",
     )
     nproc: int | None = option(
         None,

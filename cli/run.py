@@ -51,10 +51,8 @@ class RecipeOptions:
 def run(
     asked: RecipeOptions,
     folder: FolderOptions,
-    schema: bool = option(False, "Print the JSON schema of recipes; do nothing.", flag="--schema"),
-    dry_run: bool = option(
-        False, "Check the recipe and print its steps; do nothing.", flag="--dry-run"
-    ),
+    schema: bool = option(False, "Print the JSON schema of recipes; do nothing."),
+    dry_run: bool = option(False, "Check the recipe and print its steps; do nothing."),
     as_json: bool = json_option(),
 ) -> None:
     """Run a recipe: bench, quantize, verify, bench again, compare, report."""

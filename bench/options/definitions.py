@@ -108,10 +108,8 @@ class DataOptions:
         parse=lambda word: word.removeprefix("by-"),
         word=str,
     )
-    disable_shuffle: bool = option(False, "Keep the file's order.", flag="--disable-shuffle")
-    no_oversample: bool = option(
-        False, "Do not repeat prompts when the file has too few.", flag="--no-oversample"
-    )
+    disable_shuffle: bool = option(False, "Keep the file's order.")
+    no_oversample: bool = option(False, "Do not repeat prompts when the file has too few.")
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,6 @@ class ConversationOptions:
     multi_turn: bool = option(
         False,
         "Whole ShareGPT threads: one turn after another, with the history.",
-        flag="--multi-turn",
     )
     multi_turn_min_turns: int = option(2, "Leave threads with fewer turns out.", limit=POSITIVE)
     multi_turn_max_turns: int | None = _positive("Cut threads after this turn.")
@@ -277,7 +274,7 @@ class TargetOptions:
         word=str,
         parse=json_object,
     )
-    insecure: bool = option(False, "Accept any TLS certificate.", flag="--insecure")
+    insecure: bool = option(False, "Accept any TLS certificate.")
     server_gpu: str | None = option(
         None,
         "The server's hardware, such as 8xH100, for comparisons. Default: what its metrics say.",
@@ -359,7 +356,6 @@ class QualityOptions:
         False,
         "Beside a reference: KL by domain of text, and flips: multiple-choice answers that change. Its texts "
         "are read whole, whatever --quality-tokens is.",
-        flag="--quality-full",
     )
     quality_depth: tuple[int, ...] = option(
         (),
@@ -400,9 +396,7 @@ class QualityOptions:
     num_fewshot: int | None = option(
         None, "Examples before each question of the tasks.", limit=COUNT
     )
-    apply_chat_template: bool = option(
-        False, "Ask the tasks as conversations (instruct models).", flag="--apply-chat-template"
-    )
+    apply_chat_template: bool = option(False, "Ask the tasks as conversations (instruct models).")
     fewshot_as_multiturn: bool = option(
         True, "With a chat template: each example is a turn of the conversation."
     )
@@ -431,9 +425,7 @@ class RecordOptions:
         word=list[str],
         parse=partial(pairs, "--metadata"),
     )
-    save_detailed: bool = option(
-        False, "Per-request arrays in result.json.", flag="--save-detailed"
-    )
+    save_detailed: bool = option(False, "Per-request arrays in result.json.")
     report: bool = option(
         True, "Write a report, with a roofline and the parts of a step, which are measured for it."
     )

@@ -185,7 +185,7 @@ def _parameters(name: str, option: Option, hint: Any, default: Any) -> Iterator[
     """The parameter of an option, and a hidden one for its aliases. Without a default it is required."""
     kind, word = word_and_default(hint, default, option)
     flags = option.flag.split() or [flag_of(name, option)]
-    if not option.flag and kind in (bool, bool | None):
+    if not (option.flag or option.is_switch) and kind in (bool, bool | None):
         flags = [f"{flags[0]}/--no-{flags[0].removeprefix('--')}"]
     least, most = option.span or (None, None)
     callback = _writes(option.writes) if option.writes else None

@@ -88,7 +88,7 @@ class ResultOptions(FolderOptions):
 
     PANEL: ClassVar = "Output"
 
-    csv: bool = option(False, "Write the requests as CSV too, beside Parquet.", flag="--csv")
+    csv: bool = option(False, "Write the requests as CSV too, beside Parquet.")
     as_json: bool = json_option()
 
 

@@ -153,7 +153,11 @@ class EngineConfig:
         limit=one_of(*DTYPES),
         common=True,
     )
-    trust_remote_code: bool = option(False, "Run code that the checkpoint brings.")
+    trust_remote_code: bool = option(
+        False,
+        "Run code that the checkpoint brings.",
+        flag="--trust-remote-code/--no-trust-remote-code",
+    )
     device: str = option(
         "auto",
         "auto (CUDA where there is one), cpu, cuda, cuda:N or mps (an Apple GPU).",
@@ -232,6 +236,7 @@ class EngineConfig:
         False,
         "Run every step eagerly. Otherwise decode steps are replayed from captured graphs, which gives "
         "the same numbers in less of the host's time.",
+        flag="--enforce-eager/--no-enforce-eager",
     )
     scheduling_policy: str = option(
         "fcfs",
@@ -309,7 +314,9 @@ class EngineConfig:
         limit=at_least(1),
     )
     language_model_only: bool = option(
-        False, "Leave out the vision tower of an image-text model: it takes text alone."
+        False,
+        "Leave out the vision tower of an image-text model: it takes text alone.",
+        flag="--language-model-only/--no-language-model-only",
     )
     encoder_cache_bytes: int = option(
         256 << 20,

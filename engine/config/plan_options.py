@@ -55,9 +55,7 @@ class PlanRequest:
     file_format: str | None = _model(
         None, "int4, int8: awq or compressed-tensors.", flag="--format"
     )
-    trust_remote_code: bool = _model(
-        False, "Run code that the checkpoint brings.", flag="--trust-remote-code"
-    )
+    trust_remote_code: bool = _model(False, "Run code that the checkpoint brings.")
     context: str | None = _served(
         None,
         "Tokens per sequence, a quarter of them the answer without --output-len: 4096, 128k, 1M. Default: "

@@ -140,9 +140,7 @@ class SchemeOptions:
     )
     granularity: str | None = option(None, "fp8: scales per tensor, channel or block.")
     activations: str | None = option(None, "Activation quantization: dynamic, static or none.")
-    double_quant: bool = option(
-        False, "nf4, fp4: quantize the absmax values to 8 bits.", flag="--double-quant"
-    )
+    double_quant: bool = option(False, "nf4, fp4: quantize the absmax values to 8 bits.")
     outlier_threshold: float | None = option(
         None, "int8: inputs beyond it are computed in 16 bits (LLM.int8())."
     )

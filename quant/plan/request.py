@@ -145,13 +145,11 @@ class QuantizeRequest:
     revert_worse: bool = option(
         False,
         "Fall back to round-to-nearest where the method is worse than it.",
-        flag="--revert-worse",
         panel=_METHOD,
     )
     allow_fallback: bool = option(
         False,
         "Round a layer to nearest where the method raises an error on it, which else ends the run.",
-        flag="--allow-fallback",
         panel=_METHOD,
     )
     calibration: str | None = option(
@@ -220,23 +218,17 @@ class QuantizeRequest:
         span=(1, None),
         panel=_RUN,
     )
-    trust_remote_code: bool = option(
-        False, "Run code that the checkpoint brings.", flag="--trust-remote-code", panel=_RUN
-    )
-    restart: bool = option(
-        False, "Discard the unfinished work of an earlier run.", flag="--restart", panel=_RUN
-    )
+    trust_remote_code: bool = option(False, "Run code that the checkpoint brings.", panel=_RUN)
+    restart: bool = option(False, "Discard the unfinished work of an earlier run.", panel=_RUN)
     mock: bool = option(
         False,
         "Write in seconds a checkpoint of the same layout with random codes, to try its loading.",
-        flag="--mock",
         panel=_RUN,
     )
     model_free: bool = option(
         False,
         "For a model type that nothing here knows: linears by name and shape, some rows in memory at a time. "
         "For methods without data, as with --no-errors.",
-        flag="--model-free",
         panel=_RUN,
     )
     model_name: str = ""

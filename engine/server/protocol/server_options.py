@@ -29,10 +29,8 @@ class HandoverOptions:
         common=True,
     )
     pipeline_parallel_size: int = option(1, "Other engines: pipeline-parallel size.")
-    ray: bool = option(False, "vllm: distribute over a Ray cluster.", flag="--ray")
-    print_command: bool = option(
-        False, "Other engines: print the command and exit.", flag="--print-command"
-    )
+    ray: bool = option(False, "vllm: distribute over a Ray cluster.")
+    print_command: bool = option(False, "Other engines: print the command and exit.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +275,6 @@ class ServerOptions:
     allow_runtime_lora_updating: bool = option(
         False,
         "Load and unload LoRA adapters by request; see --max-loras.",
-        flag="--allow-runtime-lora-updating",
         envvar="LLMOPT_ALLOW_RUNTIME_LORA_UPDATING",
     )
     lora_folders: tuple[Path, ...] = _several(
@@ -285,9 +282,7 @@ class ServerOptions:
         "--allowed-lora-path",
         list[Path],
     )
-    log_prompts: bool = option(
-        False, "Write requests with their prompts into the log.", flag="--log-prompts"
-    )
+    log_prompts: bool = option(False, "Write requests with their prompts into the log.")
     script: tuple[ScriptedText, ...] = option(
         (),
         "JSON list of {after, text}: a conversation whose prompt has 'after' in it gets 'text'. "
