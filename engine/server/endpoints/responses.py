@@ -17,6 +17,8 @@ from ..protocol.chat_protocol import without_images
 from ..protocol.errors import ApiError
 from ..protocol.responses_protocol import (
     REASONING,
+    CustomTool,
+    Namespace,
     ResponsesChat,
     ResponsesRequest,
     TextFormat,
@@ -215,8 +217,8 @@ class ItemResponse(ConversationResponse):
                 self._num_reasoning_tokens = self.usage.num_output_tokens
                 yield item.delta(self._event, self._where, text)
             case CallStart(_, call_id, name):
-                kind = CustomItem if name in self._body.customs else CallItem
-                item = kind(self._item_id("fc"), call_id, name, self._body.namespaces)
+                kind = CustomItem if name in self._body.names_of(CustomTool) else CallItem
+                item = kind(self._item_id("fc"), call_id, name, self._body.names_of(Namespace))
                 yield from self._opened(item)
             case Arguments(_, text):
                 call = self._last

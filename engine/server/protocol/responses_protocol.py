@@ -182,13 +182,8 @@ class ResponsesRequest(GenerationRequest):
                     functions.append(inner.model_copy(update={"name": name}))
         return functions
 
-    @property
-    def namespaces(self) -> frozenset[str]:
-        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, Namespace))
-
-    @property
-    def customs(self) -> frozenset[str]:
-        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
+    def names_of(self, kind: type[Namespace | CustomTool]) -> frozenset[str]:
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, kind))
 
     @property
     def turns(self) -> list[dict[str, Any]]:
