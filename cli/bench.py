@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +54,7 @@ def bench(
     result: ResultOptions,
 ) -> None:
     """Measure a model: latency, throughput, quality and memory, in a folder under runs/."""
+    from ..bench.gate.outputs import VerdictWanted
     from ..bench.options.options import BenchOptions, checked
 
     if sanity is not None:
@@ -62,8 +64,8 @@ def bench(
         _print_client_errors(target, as_json=result.as_json)
         return
     result.check()
-    name, wanted = model.name, verdict.wanted()
-    given = {**workload, **target, **scores, **record, "model": name}
+    wanted = VerdictWanted.checked(**asdict(verdict))
+    given = {**workload, **target, **scores, **record, "model": model.name}
     # Options that were not given stay unset: some data sets have their own defaults.
     given = {key: value for key, value in given.items() if value is not None}
     given |= keywords_of_words(EngineConfig, engine)

@@ -16,7 +16,6 @@ from ...bench.options.values import parse_nats
 from ...engine.config.plan_options import PlanRequest
 
 if TYPE_CHECKING:
-    from ...bench.gate.outputs import VerdictWanted
     from ...bench.options.values import Kind
 
 
@@ -171,15 +170,6 @@ class VerdictOptions:
     benchmark_json: Path | None = option(
         None, "Write the run for github-action-benchmark, as `llmopt compare` does.", writes="file"
     )
-
-    def wanted(self) -> VerdictWanted | None:
-        """The requested comparison, with its inputs read. Raises `BadInput`: two baselines, limits or a file
-        without one, or an unreadable input."""
-        from ...bench.gate.outputs import VerdictWanted
-
-        return VerdictWanted.checked(
-            self.baseline, self.against, self.gate, self.junit, self.benchmark_json
-        )
 
 
 @dataclass(frozen=True, slots=True)
