@@ -121,7 +121,7 @@ MODELS: dict[str, Layers] = {
             "v_head_dim": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
         },
         {
-            **LATENT, **FEW, "num_key_value_heads": 8, "kv_lora_rank": 24, "q_lora_rank": 40,
+            **LATENT, **FEW, "num_key_value_heads": 8, "kv_lora_rank": 512, "q_lora_rank": 40,
             "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
         },
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,6 +61,41 @@ def test_attention(heads: int, kv_heads: int, dims: tuple[int, int], stored: tor
         pa.AttentionRule(0.09, window=1000, num_sink_tokens=4, softcap=30.0),
     ):
         close(world.attend(attend_triton, rule), world.attend(attend_sdpa, rule))
+
+
+@pytest.mark.parametrize(("kv_heads", "dims"), [(8, (128, 128)), (1, (576, 512))])
+def test_a_tile_is_reduced_when_all_its_parts_are_there(
+    kv_heads: int, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program that arrives last reads what programs of other multiprocessors wrote, in each replay."""
+    from llmopt.engine.kernels.attention import triton_attention as attention
+
+    shape: Any = {"heads": 32, "kv_heads": kv_heads, "dims": dims, "in_keys": kv_heads == 1}
+    lengths = [20000, 300, *range(257, 9000, 700)]
+    shape |= {"block_size": 16, "stored": BF16, "dtype": BF16, "device": "cuda"}
+    world, rule = World(lengths, [1] * len(lengths), **shape), pa.AttentionRule(0.09)
+    _, batch = world.batch()
+    # Queries take turns, so that what an earlier launch left in a part's place is another result.
+    queries = [world.queries, world.queries.flip(1)] * 10
+
+    def attend_all() -> list[torch.Tensor]:
+        return [
+            attention.attend_triton(own, world.keys, world.values, batch, rule) for own in queries
+        ]
+
+    limits = attention.gpu_limits(world.device)
+    few = replace(limits, multiprocessors=1)
+    with monkeypatch.context() as patch:
+        # One program takes all parts of a head, one after the other.
+        patch.setattr(attention, "gpu_limits", lambda device: few)
+        expected = attend_all()
+    attend_all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = attend_all()
+    for _ in range(100):
+        graph.replay()
+        assert all(map(torch.equal, results, expected))
 
 
 def test_a_cache_beyond_32_bit_offsets() -> None:

@@ -2,8 +2,8 @@
 
 A program takes query tokens of one sequence, and the query heads of one KV head, as rows of a tile. Of
 sequences with few query tokens the keys are split into parts, by the sequence alone, so that results are
-batch-invariant; a second kernel reduces them. Programs share a work list of parts, made on the device: a
-captured launch can be replayed for sequences of any length.
+batch-invariant; the program that ends last reduces them, or for large tiles a second kernel. Programs share a
+work list of parts, made on the device: a captured launch can be replayed for sequences of any length.
 """
 
 from __future__ import annotations
@@ -127,6 +127,9 @@ def tiling(heads: HeadShape, limits: GpuLimits, is_short: bool) -> Tiling:
 
 
 MOST_REGISTERS = 255  # that a thread of an NVIDIA GPU can have
+MOST_REDUCED = 2048
+"""Elements of a sequence's tile up to which the program that arrives last reduces it. One multiprocessor
+would take longer for more (64 parts of 8,192, a latent's: 2 MB) than all of them and a launch."""
 SLOTS = 2
 """Persistent programs of a split batch on a multiprocessor."""
 
@@ -159,6 +162,7 @@ def attend_triton(call: AttentionCall) -> torch.Tensor:
             "BLOCK_SIZE": batch.block_size,
             "SOFTCAP": rule.softcap or 0.0,
             "IN_PARTS": is_short,
+            "REDUCES": heads.value_tile * chosen.group_tile <= MOST_REDUCED,
             "HEAD_PROGRAMS": keys.num_heads * -(-heads.group // chosen.group_tile),
             "num_warps": chosen.warps,
             "num_stages": chosen.stages,
@@ -184,27 +188,26 @@ def _attend_in_parts(
     tiles: Tiles,
 ) -> None:
     """Split-KV attention of the short sequences by at most `most` programs for each tile of heads."""
-    num_heads, values, rule = call.queries.shape[1], call.values, call.rule
     num_parts = min(MAX_PARTS, -(-tiles.width // PART_TOKENS))
-    shape = (tiles.rows.numel(), num_heads, num_parts)
-    part = out.new_empty(*shape, values.dim, dtype=torch.float32)
+    shape = (tiles.num_rows, call.queries.shape[1], num_parts)
+    part = out.new_empty(*shape, call.values.dim, dtype=torch.float32)
     state = out.new_empty(*shape, 2, dtype=torch.float32)
-    used = out.new_empty(shape[:2], dtype=torch.int32)
-    heads, chosen = given["HEADS"], given["TILING"]
-    work = metadata.work_list(chosen.rows // chosen.group_tile, given["SEES"], num_parts)
+    chosen, head_programs = given["TILING"], given["HEAD_PROGRAMS"]
+    tokens = chosen.rows // chosen.group_tile
+    work, arrived = metadata.work_list(tokens, given["SEES"], num_parts, head_programs)
     workers = min(most, tiles.index.shape[0] * num_parts)
-    results = out, part, state, used, work
-    _launch(workers * given["HEAD_PROGRAMS"], results, num_parts, given, call, metadata, tiles)
-    reduce: Any = reduce_parts
-    sinks = None if rule.sinks is None else rule.sinks.float().contiguous()
-    reduce[(tiles.rows.numel(), num_heads)](
-        *(out, part, state, used, sinks, tiles.rows, num_heads, num_parts),
-        VALUE_DIM=values.dim,
-        VALUE_TILE=heads.value_tile,
-        STRIDE=8,
-        **dependent_launch(call.queries),
-        num_warps=4,
-    )
+    results = out, part, state, arrived, work
+    _launch(workers * head_programs, results, num_parts, given, call, metadata, tiles)
+    if not given["REDUCES"]:
+        reduce: Any = reduce_parts
+        sinks = None if call.rule.sinks is None else call.rule.sinks.float().contiguous()
+        reduce[(tiles.index.shape[0], shape[1])](
+            *(out, part, state, sinks, tiles.index, metadata.segments, *shape[1:]),
+            **{name: given[name] for name in ("HEADS", "SEES")},
+            **dependent_launch(call.queries),
+            TOKENS=tokens,
+            num_warps=4,
+        )
 
 
 def _launch(

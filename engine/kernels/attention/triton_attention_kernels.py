@@ -1,6 +1,6 @@
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportPossiblyUnboundVariable=false
-"""Triton kernels of paged attention: FlashAttention-2 over block tables, and Flash-Decoding's reduction.
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+"""Triton kernels of paged attention: FlashAttention-2 over block tables, with Flash-Decoding's split keys.
 
 The block table's entries of a tile of keys are loaded one tile ahead and carried through the loop: a load
 whose address comes from another load of the same iteration would take stages of the software pipeline for
@@ -27,14 +27,6 @@ def _held_slot(position, sink_length, evicted_span):
         position - evicted_span,
         tl.minimum(position, sink_length),
     )
-
-
-@triton.jit
-def _with_sink(top, total, acc, sink):
-    """Add a learned sink logit (base 2) to the running softmax; it weighs no value."""
-    highest = tl.maximum(top, sink)
-    old = tl.exp2(top - highest)
-    return total * old + tl.exp2(sink - highest), acc * old[:, None]
 
 
 @triton.jit
@@ -89,22 +81,26 @@ def _tile_at(index, edge, skipped, sink_tiles, start_tile):
 
 
 @triton.jit
-def _part_tiles(num_tiles, SEES: tl.constexpr):
-    """Key tiles of a part of the split: they follow from the sequence alone."""
-    return tl.maximum((num_tiles + SEES.max_parts - 1) // SEES.max_parts, SEES.part_tiles)
+def _split(num_tiles, SEES: tl.constexpr):
+    """Key tiles of a part of the split, and number of parts: they follow from the sequence alone."""
+    part_tiles = tl.maximum((num_tiles + SEES.max_parts - 1) // SEES.max_parts, SEES.part_tiles)
+    return part_tiles, tl.maximum((num_tiles + part_tiles - 1) // part_tiles, 1)
 
 
-@triton.jit(do_not_specialize=["num_query_tiles"])
+@triton.jit(do_not_specialize=["num_query_tiles", "head_programs"])
 def list_parts(
     work_ptr,
+    arrived_ptr,
     tile_ptr,
     segment_ptr,
     num_query_tiles,
+    head_programs,
     TOKENS: tl.constexpr,
     SEES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List the split keys: number of parts, then query tile * `max_parts` + part. Grid: blocks of tiles."""
+    """List the split keys: number of parts, then query tile * `max_parts` + part. Set the counts of arrived
+    parts, `arrived_ptr` int32 [tiles, head_programs], to 0. Grid: blocks of tiles."""
     own = tl.program_id(0) * BLOCK
     before = 0
     for begin in range(0, own + 1, BLOCK):
@@ -113,10 +109,7 @@ def list_parts(
         segment = segment_ptr + tl.load(tile_ptr + tile * 3, mask=is_tile, other=0) * 6
         first = tl.load(tile_ptr + tile * 3 + 1, mask=is_tile, other=0)
         _, _, _, num_tiles = _visible_tiles(first, _span(segment), TOKENS, SEES)
-        part_tiles = _part_tiles(num_tiles, SEES)
-        parts = tl.where(is_tile, tl.maximum((num_tiles + part_tiles - 1) // part_tiles, 1), 0).to(
-            tl.int32
-        )
+        parts = tl.where(is_tile, _split(num_tiles, SEES)[1], 0).to(tl.int32)
         if begin < own:
             before += tl.sum(parts, 0)
         else:
@@ -124,6 +117,8 @@ def list_parts(
             pointer = work_ptr + 1 + before + ends - parts
             for part in range(tl.max(parts, 0)):
                 tl.store(pointer + part, tile * SEES.max_parts + part, mask=part < parts)
+            for program in range(head_programs):
+                tl.store(arrived_ptr + tile * head_programs + program, 0, mask=is_tile)
             if own + BLOCK >= num_query_tiles:
                 tl.store(work_ptr, before + tl.sum(parts, 0))
 
@@ -147,12 +142,58 @@ def _keys(pointers, is_held, is_lane, dtype, MASKED: tl.constexpr, PADDED: tl.co
     return loaded.to(dtype)
 
 
+@triton.jit
+def _reduced(part_ptr, state_ptr, first, num_used, is_row, lanes, mask, VALUE_DIM: tl.constexpr):
+    """Reduce the parts of a tile's rows (log-sum-exp rescaling), eight at a time; `first`: index of each
+    row's first part, `lanes`: elements of the values."""
+    top = tl.full(first.shape, float("-inf"), tl.float32)
+    total = tl.full(first.shape, 0.0, tl.float32)
+    acc = tl.full(mask.shape, 0.0, tl.float32)
+    for begin in range(0, num_used, 8):
+        highest, tops, totals = top, (), ()
+        for index in tl.static_range(8):
+            state = state_ptr + (first + begin + index) * 2
+            is_held = is_row & (begin + index < num_used)
+            tops = tops + (tl.load(state, mask=is_held, other=float("-inf")),)  # noqa: RUF005
+            totals = totals + (tl.load(state + 1, mask=is_held, other=0.0),)  # noqa: RUF005
+            highest = tl.maximum(highest, tops[index])
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        old = tl.exp2(top - base)
+        top = highest
+        weighted = ()
+        mixed = tl.full(acc.shape, 0.0, tl.float32)
+        for index in tl.static_range(8):
+            at = (first + begin + index)[:, None] * VALUE_DIM + lanes[None, :]
+            value = tl.load(part_ptr + at, mask=mask & (begin + index < num_used), other=0.0)
+            is_full = tops[index] > float("-inf")
+            factor = tl.where(is_full, tl.exp2(tops[index] - base), 0.0)
+            mixed += tl.where(is_full[:, None], value, 0.0) * factor[:, None]
+            weighted = weighted + (totals[index] * factor,)  # noqa: RUF005 - a starred tuple is no Triton
+        a, b, c, d, e, f, g, h = weighted
+        total = total * old + (((a + b) + (c + d)) + ((e + f) + (g + h)))
+        acc = acc * old[:, None] + mixed
+    return top, total, acc
+
+
+@triton.jit
+def _write(out, sink, is_row, mask, top, total, acc):
+    """Write the results of a tile's rows, with a learned sink logit if there is one; it weighs no value."""
+    if sink is not None:
+        logit = tl.load(sink, mask=is_row, other=0.0) * _LOG2E
+        highest = tl.maximum(top, logit)
+        old = tl.exp2(top - highest)
+        total = total * old + tl.exp2(logit - highest)
+        acc = acc * old[:, None]
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(out, acc.to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_parts"])
 def attend(
     out_ptr,
     part_ptr,
     state_ptr,
-    used_ptr,
+    arrived_ptr,
     work_ptr,
     query_ptr,
     sink_query_ptr,
@@ -187,14 +228,18 @@ def attend(
     SOFTCAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     IN_PARTS: tl.constexpr,
+    REDUCES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """FlashAttention-2 forward. Grid: query tiles x tiles of heads, the heads fastest.
 
     With `IN_PARTS` the programs are persistent: those of a tile of heads share the work list `work_ptr` of
-    `list_parts` among them. `tile_ptr` int64 [tiles, 3]: segment, its first token, its first row among the
-    partial results; `segment_ptr` int64 [segments, 6]: begin, tokens, num_cached, sink_length, evicted_span,
-    offset of its block table.
+    `list_parts` among them. Of a tile in several parts the program that arrives last, by the count in
+    `arrived_ptr`, reduces them in their order; without `REDUCES`, `reduce_parts` does.
+
+    `tile_ptr` int64 [tiles, 3]: segment, its first token, its first row among the partial results;
+    `segment_ptr` int64 [segments, 6]: begin, tokens, num_cached, sink_length, evicted_span, offset of its
+    block table.
     """
     await_predecessor(PDL)
     GROUP: tl.constexpr = HEADS.group
@@ -260,12 +305,11 @@ def attend(
         end, sink_tiles, start_tile, num_tiles = _visible_tiles(first, span, TOKENS, SEES)
         from_tile, to_tile = num_tiles * 0, num_tiles
         if IN_PARTS:
-            part_tiles = _part_tiles(num_tiles, SEES)
+            part_tiles, num_used = _split(num_tiles, SEES)
             from_tile = part * part_tiles
             to_tile = tl.minimum(from_tile + part_tiles, num_tiles)
-            offset = (part_row + row // GROUP_TILE) * num_heads + head
-            num_used = tl.maximum((num_tiles + part_tiles - 1) // part_tiles, 1)
-            tl.store(used_ptr + offset, num_used, mask=is_row & (part == 0))
+        else:
+            num_used: tl.constexpr = 1
 
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.full([ROWS], 0.0, tl.float32)
@@ -380,23 +424,33 @@ def attend(
                 scale_blocks = _blocks(table, slot, end, BLOCK_SIZE)
 
         out_mask = is_row[:, None] & (value_lanes < HEADS.value_dim)[None, :]
-        if IN_PARTS:
-            offset = ((part_row + row // GROUP_TILE) * num_heads + head) * num_parts + part
-            tl.store(state_ptr + offset * 2, top, mask=is_row)
-            tl.store(state_ptr + offset * 2 + 1, total, mask=is_row)
-            tl.store(
-                part_ptr + offset[:, None] * HEADS.value_dim + value_lanes[None, :],
-                acc,
-                mask=out_mask,
-            )
+        offset = ((begin + token) * num_heads + head) * HEADS.value_dim
+        row_ptr = out_ptr + offset[:, None]
+        sink = sink_ptr + head if sink_ptr is not None else None
+        if num_used == 1:
+            _write(row_ptr + value_lanes[None, :], sink, is_row, out_mask, top, total, acc)
         else:
-            if sink_ptr is not None:
-                sink = tl.load(sink_ptr + head, mask=is_row, other=0.0) * _LOG2E
-                total, acc = _with_sink(top, total, acc, sink)
-            acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-            offset = ((begin + token) * num_heads + head) * HEADS.value_dim
-            out = acc.to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + offset[:, None] + value_lanes[None, :], out, mask=out_mask)
+            first_part = ((part_row + row // GROUP_TILE) * num_heads + head) * num_parts
+            own_part = first_part + part
+            tl.store(state_ptr + own_part * 2, top, mask=is_row)
+            tl.store(state_ptr + own_part * 2 + 1, total, mask=is_row)
+            sums_ptr = part_ptr + own_part[:, None] * HEADS.value_dim
+            tl.store(sums_ptr + value_lanes[None, :], acc, mask=out_mask)
+            if REDUCES:
+                # Every thread has stored its part before one of them counts the program as arrived.
+                tl.debug_barrier()
+                arrived = arrived_ptr + query_tile * HEAD_PROGRAMS + head_program
+                if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_used - 1:
+                    # Of so many elements of each row eight parts take 64 registers.
+                    FIT: tl.constexpr = 256 * TILING.warps // ROWS
+                    LANES: tl.constexpr = FIT if HEADS.value_tile > FIT else HEADS.value_tile
+                    for lane in range(0, HEADS.value_tile, LANES):
+                        some = lane + tl.arange(0, LANES)
+                        is_some = is_row[:, None] & (some < HEADS.value_dim)[None, :]
+                        given = part_ptr, state_ptr, first_part, num_used, is_row, some, is_some
+                        reduced = _reduced(*given, HEADS.value_dim)
+                        _write(row_ptr + some[None, :], sink, is_row, is_some, *reduced)
+                    tl.store(arrived, 0)
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -404,49 +458,32 @@ def reduce_parts(
     out_ptr,
     part_ptr,
     state_ptr,
-    used_ptr,
     sink_ptr,
-    row_ptr,
+    tile_ptr,
+    segment_ptr,
     num_heads,
     num_parts,
-    VALUE_DIM: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    SEES: tl.constexpr,
+    TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Reduce the partial results of the split keys (log-sum-exp rescaling). Grid: rows, heads."""
+    """Reduce the parts of large tiles, of which `attend` wrote those of a single part. Grid: tiles, heads."""
     await_predecessor(PDL)
-    row = tl.load(row_ptr + tl.program_id(0))
-    head = tl.program_id(1)
-    first = tl.program_id(0).to(tl.int64) * num_heads + head
-    num_used = tl.load(used_ptr + first)
-    first = first * num_parts
-    lanes = tl.arange(0, VALUE_TILE)
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.full([1], 0.0, tl.float32)
-    acc = tl.full([1, VALUE_TILE], 0.0, tl.float32)
-    for begin in range(0, num_used, STRIDE):
-        part = begin + tl.arange(0, STRIDE)
-        offset = first + part
-        is_part = part < num_used
-        part_m = tl.load(state_ptr + offset * 2, mask=is_part, other=float("-inf"))
-        part_l = tl.load(state_ptr + offset * 2 + 1, mask=is_part, other=0.0)
-        is_full = part_m > float("-inf")
-        mask = is_full[:, None] & (lanes < VALUE_DIM)[None, :]
-        mixed = tl.load(
-            part_ptr + offset[:, None] * VALUE_DIM + lanes[None, :], mask=mask, other=0.0
-        )
-        highest = tl.maximum(top, tl.max(part_m, 0))
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        old = tl.exp2(top - base)
-        factor = tl.where(is_full, tl.exp2(part_m - base), 0.0)
-        total = total * old + tl.sum(part_l * factor, 0)
-        acc = acc * old[:, None] + tl.sum(mixed * factor[:, None], 0)[None, :]
-        top = highest
-    if sink_ptr is not None:
-        sink = tl.load(sink_ptr + head) * _LOG2E
-        total, acc = _with_sink(top, total, acc, sink)
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    offset = (row * num_heads + head) * VALUE_DIM
-    out = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offset + lanes[None, :], out, mask=(lanes < VALUE_DIM)[None, :])
+    at = tile_ptr + tl.program_id(0) * 3
+    first = tl.load(at + 1)
+    segment = segment_ptr + tl.load(at) * 6
+    span = _span(segment)
+    _, _, _, num_tiles = _visible_tiles(first, span, TOKENS, SEES)
+    _, num_used = _split(num_tiles, SEES)
+    if num_used > 1:
+        token, head = first + tl.arange(0, TOKENS), tl.program_id(1)
+        is_row = token < span[0]
+        lanes = tl.arange(0, HEADS.value_tile)
+        mask = is_row[:, None] & (lanes < HEADS.value_dim)[None, :]
+        first_part = ((tl.load(at + 2) + tl.arange(0, TOKENS)) * num_heads + head) * num_parts
+        given = part_ptr, state_ptr, first_part, num_used, is_row, lanes, mask
+        reduced = _reduced(*given, HEADS.value_dim)
+        offset = ((tl.load(segment) + token) * num_heads + head) * HEADS.value_dim
+        sink = sink_ptr + head + token * 0 if sink_ptr is not None else None
+        _write(out_ptr + offset[:, None] + lanes[None, :], sink, is_row, mask, *reduced)

@@ -27,11 +27,11 @@ SHORT_SPAN = 8
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Query tiles of some sequences: `index` is the kernel's `tile_ptr`, `rows` the batch row of each row of
-    the partial results, `width` the cached tokens of the longest sequence."""
+    """Query tiles of some sequences: `index` is the kernel's `tile_ptr`, `num_rows` the rows of the partial
+    results, `width` the cached tokens of the longest sequence."""
 
     index: torch.Tensor
-    rows: torch.Tensor
+    num_rows: int
     width: int
 
 
@@ -72,7 +72,7 @@ class AttentionMetadata:
             count = decode.rows.numel()
             self._decode_width = decode.block_ids.numel() // count
             tables.append(decode.block_ids)
-            if decode.constants is not None:  # two launches of a captured step, not thirteen
+            if decode.constants is not None:  # two launches of a captured step, not twelve
                 written = decode.constants.segments
                 written[:, 2].copy_(decode.lengths)
                 written[:, 4].copy_(decode.evicted_spans)
@@ -90,7 +90,7 @@ class AttentionMetadata:
         self.segments = segments[0] if len(segments) == 1 else torch.cat(segments)
         self._block_size = batch.block_size
         self._made: dict[tuple[int, bool], Tiles | None] = {}
-        self._work_lists: dict[tuple[int, Visibility], torch.Tensor] = {}
+        self._work_lists: dict[tuple[int, Visibility, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def tiles(self, tokens: int, short: bool) -> Tiles | None:
         key = (tokens, short)
@@ -98,46 +98,50 @@ class AttentionMetadata:
             self._made[key] = self._tiles(tokens, short)
         return self._made[key]
 
-    def work_list(self, tokens: int, visibility: Visibility, num_parts: int) -> torch.Tensor:
-        """Work list of short sequences' tiles (`list_parts`), int32 [1 + tiles * num_parts], of a rule."""
-        if (key := (tokens, visibility)) not in self._work_lists:
+    def work_list(
+        self, tokens: int, visibility: Visibility, num_parts: int, head_programs: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Work list of short sequences' tiles (`list_parts`), int32 [1 + tiles * num_parts], of a rule; and
+        the parts that have arrived of each, int32 [tiles, head_programs], zeros between layers."""
+        if (key := (tokens, visibility, head_programs)) not in self._work_lists:
             tiles = self.tiles(tokens, True)
             assert tiles is not None
             count = tiles.index.shape[0]
             work = torch.empty(1 + count * num_parts, dtype=torch.int32, device=self._device)
+            arrived = work.new_empty(count, head_programs)
             kernel: Any = list_parts
             sizes = {"TOKENS": tokens, "SEES": visibility, "BLOCK": LISTED}
             grid = (-(-count // LISTED),)
-            kernel[grid](work, tiles.index, self.segments, count, **sizes, num_warps=4)
-            self._work_lists[key] = work
+            given = work, arrived, tiles.index, self.segments, count, head_programs
+            kernel[grid](*given, **sizes, num_warps=4)
+            self._work_lists[key] = work, arrived
         return self._work_lists[key]
 
     def _tiles(self, tokens: int, short: bool) -> Tiles | None:
         if short and self._decode is not None and self._decode.constants is not None:
             width = self._decode_width * self._block_size
-            return Tiles(self._decode.constants.tiles, self._decode.rows, width)
+            return Tiles(self._decode.constants.tiles, self._decode.rows.numel(), width)
         chosen = range(self._num_short) if short else range(self._num_short, len(self._spans))
-        index, rows, width = [], [], 0
+        index, num_rows, width = [], 0, 0
         for segment in chosen:
             span = self._spans[segment]
             count = span.end - span.begin
-            index += [[segment, first, len(rows) + first] for first in range(0, count, tokens)]
-            rows += range(span.begin, span.end)
+            index += [[segment, first, num_rows + first] for first in range(0, count, tokens)]
+            num_rows += count
             width = max(width, span.num_held)
         if not short:
             known = [span.num_cached - (span.end - span.begin) for span in self._spans]
             _sort_longest_first(index, known)
         parts = [self._copied(index)] if index else []
-        of_parts = [self._copied(rows)] if rows else []
         if short and self._decode is not None:
             steps = torch.arange(self._decode.rows.numel(), device=self._device)
-            decode_index = (steps + len(self._spans), torch.zeros_like(steps), steps + len(rows))
+            decode_index = (steps + len(self._spans), torch.zeros_like(steps), steps + num_rows)
             parts.append(torch.stack(decode_index, dim=1))
-            of_parts.append(self._decode.rows)
+            num_rows += steps.numel()
             width = max(width, self._decode_width * self._block_size)
         if not parts:
             return None
-        return Tiles(torch.cat(parts), torch.cat(of_parts), width)
+        return Tiles(torch.cat(parts), num_rows, width)
 
     def _copied(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         return to_device(np.array(values, dtype=np.int64), self._device)
@@ -163,13 +167,12 @@ class Segment(NamedTuple):
 
 @dataclass(slots=True)
 class _TileKind:
-    """Where the tiles of a kind lie in the buffer: `num_tiles` triples, then `num_rows` rows."""
+    """Where the `num_tiles` triples of a kind lie in the buffer."""
 
     tokens: int
     short: bool
     begin: int
     num_tiles: int
-    num_rows: int
 
 
 @dataclass(slots=True)
@@ -198,7 +201,7 @@ class StaticBuffer:
 
     @staticmethod
     def _table_begin(size: int) -> int:
-        # A kind has at most one tile a token, and one row a token.
+        # A kind has at most one tile a token; four numbers each, so that a kind's address is aligned.
         return StaticBuffer._tile_begin(size) + TILE_KINDS * 4 * (size + 1)
 
     def column(self, index: int) -> torch.Tensor:
@@ -223,13 +226,11 @@ class StaticBuffer:
             begin = self._tile_begin(self.size) + len(self.kinds) * 4 * (self.size + 1)
             long = self.size // tokens + self.size // (SHORT_SPAN + 1) + 1
             num_tiles = self.size if short else min(self.size, long)
-            num_rows = self.size if short else 0
-            self.kinds[key] = _TileKind(tokens, short, begin, num_tiles, num_rows)
+            self.kinds[key] = _TileKind(tokens, short, begin, num_tiles)
             self._copy(begin, self._numbers(self.kinds[key], self.segments_filled))
         kind = self.kinds[key]
-        rows = kind.begin + 3 * kind.num_tiles
-        index = self.on_device[kind.begin : rows].view(-1, 3)
-        return Tiles(index, self.on_device[rows : rows + kind.num_rows], self.max_blocks)
+        index = self.on_device[kind.begin :][: 3 * kind.num_tiles].view(-1, 3)
+        return Tiles(index, self.size if short else 0, self.max_blocks)
 
     def fill(self, columns: Sequence[Sequence[int]], segments: Sequence[Segment]) -> None:
         """Copy a step's values; `columns` and `segments` are of its tokens, padding follows."""
@@ -260,24 +261,18 @@ class StaticBuffer:
         broadcast(self.on_device[: unshared[0]])
 
     def _numbers(self, kind: _TileKind, segments: Sequence[Segment]) -> np.ndarray:
-        """Tiles and rows of a kind: those of the segments, then padding's."""
+        """Tiles of a kind: those of the segments, then padding's, each in a single part."""
         index: list[list[int]] = []
-        rows: list[int] = []
-        for number, (begin, count, _, _) in enumerate(segments):
+        num_rows = 0
+        for number, (_, count, _, _) in enumerate(segments):
             if (count <= SHORT_SPAN) != kind.short:
                 continue
-            base = len(rows)
-            index += [[number, first, base + first] for first in range(0, count, kind.tokens)]
-            rows += range(begin, begin + count)
-        padding, last = self.size, self.size - 1
+            index += [[number, first, num_rows + first] for first in range(0, count, kind.tokens)]
+            num_rows += count
         if not kind.short:
             _sort_longest_first(index, [segment[2] - segment[1] for segment in segments])
-        else:
-            # Every row of the partial results must come from some tile.
-            index += [[padding, 0, row] for row in range(len(rows), kind.num_rows)]
-            rows += [last] * (kind.num_rows - len(rows))
-        index += [[padding, 0, last]] * (kind.num_tiles - len(index))
-        return np.array([number for tile in index for number in tile] + rows[: kind.num_rows])
+        index += [[self.size, 0, self.size - 1]] * (kind.num_tiles - len(index))
+        return np.array(index).ravel()
 
     def _copy(self, begin: int, values: np.ndarray) -> None:
         given = to_device(values.astype(np.int64, copy=False), self.on_device.device)
@@ -296,4 +291,4 @@ class StaticMetadata(AttentionMetadata):
 
     def _tiles(self, tokens: int, short: bool) -> Tiles | None:
         tiles = self._buffer.tiles(tokens, short)
-        return Tiles(tiles.index, tiles.rows, tiles.width * self._block_size)
+        return Tiles(tiles.index, tiles.num_rows, tiles.width * self._block_size)

@@ -79,7 +79,6 @@ def test_nothing_is_compiled_while_serving(
     engine.close()
     assert {name.strip("_") for name, _ in warm} >= {
         "attend",
-        "reduce_parts",
         "norm",
         "draw",
         "constrain",

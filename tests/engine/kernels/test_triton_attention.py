@@ -141,6 +141,47 @@ def test_the_grid_changes_no_bit(monkeypatch: pytest.MonkeyPatch, given: dict[st
     torch.testing.assert_close(found[0], world.attend(attend_reference, rule), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "kernels"),
+    [(4, 2, 32, {"attend"}), (20, 1, 96, {"attend", "reduce_parts"})],
+    ids=["last program", "second kernel"],
+)
+def test_parts_of_a_tile_are_reduced(
+    heads: int, kv_heads: int, dim: int, kernels: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers of a step share the counts of arrived parts, as replays of a graph do: each leaves zeros."""
+    from llmopt.engine.kernels.attention import triton_attention as attention
+    from llmopt.engine.kernels.attention.triton_metadata import AttentionMetadata
+
+    shape: Any = {"heads": heads, "kv_heads": kv_heads, "dims": (dim, dim), "device": DEVICE}
+    world, rule = World([2100, 300, 20], [1, 2, 1], **shape), pa.AttentionRule(0.2)
+    expected = world.attend(attend_reference, rule)
+    limits = replace(attention.gpu_limits(world.device), multiprocessors=3)
+    monkeypatch.setattr(attention, "gpu_limits", lambda device: limits)
+    launched: set[str] = set()
+
+    class Watched:
+        """A kernel whose launches are noted."""
+
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(attention, name)
+
+        def __getitem__(self, grid: Any) -> Any:
+            launched.add(self.name)
+            return self.kernel[grid]
+
+    for name in ("attend", "reduce_parts"):
+        monkeypatch.setattr(attention, name, Watched(name))
+    _, batch = world.batch()
+    given = world.queries, world.keys, world.values, batch, rule
+    first, second = attention.attend_triton(*given), attention.attend_triton(*given)
+    torch.testing.assert_close(first, expected, atol=2e-5, rtol=2e-5)
+    assert torch.equal(first, second) and launched == kernels
+    lists = batch.kernel_metadata(AttentionMetadata)._work_lists.values()
+    assert len(lists) == 1 and not any(arrived.any() for _, arrived in lists)
+
+
 def test_programs_of_the_longest_prompts_start_first() -> None:
     """Tiles of two prompts and a later part of a third, by the tokens before each."""
     from llmopt.engine.kernels.attention.triton_metadata import (
@@ -202,7 +243,9 @@ def test_the_work_list_has_every_part_once() -> None:
     _, batch = world.batch()
     for window, longest in ((0, 12), (100, 1)):
         metadata = AttentionMetadata(batch)
-        work = metadata.work_list(1, Visibility(64, window, 0, 0), 12).tolist()
+        work, arrived = metadata.work_list(1, Visibility(64, window, 0, 0), 12, 2)
+        assert arrived.shape == (len(lengths), 2) and not arrived.any()
+        work = work.tolist()
         parts = [longest if length == 3000 else 1 for length in lengths]
         expected = [i * MAX_PARTS + part for i, count in enumerate(parts) for part in range(count)]
         assert work[: work[0] + 1] == [len(expected), *expected]
