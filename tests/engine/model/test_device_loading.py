@@ -102,6 +102,38 @@ def test_blocks_of_a_gguf_file_are_unpacked_on_the_card(type_name: str, tmp_path
     assert_same_weights(open_checkpoint(file))
 
 
+HEADS = ("gptq", "awq", "int4", "int4 with zero points", "int8", "fp8", "Q6_K", "Q8_0")
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_quantized_head_stays_packed_on_the_card(kind: str, tmp_path: Path) -> None:
+    """The LM head is a linear as those of the layers: a decode step reads its codes."""
+    pytest.importorskip("triton", reason="Triton is for Linux alone")
+    if kind in KINDS:
+        model = random_model(**SHAPE, tie_word_embeddings=False)
+        write_checkpoint(tmp_path, model, *KINDS[kind], head=True)
+        folder, bits = tmp_path, 4 if KINDS[kind][1].bits == 4 else 8
+    else:
+        folder, bits = write_model(gguf_model(tmp_path / "plain", "llama"), tmp_path, kind), 8
+    card = Card()
+    with pretended_cuda(card), pytest.MonkeyPatch.context() as patched:
+        patched.setenv(VARIABLE, "off")
+        options = LoadingOptions(torch.device("cuda", 0), torch.bfloat16, 64)
+        loaded: Any = open_model(open_checkpoint(folder), options)[0]
+        head, linears = loaded.weights.head, loaded.weights.linears
+        linear = linears["layers.0.mlp.down_proj"].projection
+        assert type(head.kernel) is type(linear.kernel)
+        assert type(head.kernel).__module__.endswith("linear.triton_linear")
+        vocab, hidden = loaded.spec.shape.vocab_size, loaded.spec.shape.hidden_size
+        # Scales and zero points, of groups of 32 at most.
+        assert head.weight_bytes < 1.4 * vocab * hidden * bits / 8
+        loaded_until = len(card.log)
+        head.in_float32(torch.zeros(1, hidden, dtype=torch.bfloat16, device="cuda"))
+    products = [entry.what for entry in card.log[loaded_until:] if entry.kind == "triton"]
+    assert products in (["_gemm"], ["_per_token_quant", "_gemm"])
+
+
 @pytest.mark.parametrize("count", [0, 1, 5, 64, 1000])
 def test_memory_is_sent_in_parts(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PinnedStaging, "BUFFER_BYTES", 96)
