@@ -15,19 +15,16 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ..base.units import format_tokens
-from .catalog import PlannedModel
-from .devices import Device, devices
+from .devices import devices
 from .engine_rules import engine_rule
-from .expected import Expectation
 from .formats import FormatSpeed, format_speeds
 from .load import Prediction
 from .load_plan import LoadPlan, LoadPlanner
 from .memory import Deployment
-from .plan import DeploymentPlan, DevicePlan, solvers_on
+from .plan import DeploymentPlan, DevicePlan
 from .plan_json import load_as_dict, rounded
-from .setup import PlannedWorkload, Setup
 from .solver import Solver
-from .weights import WeightRecipe, lighter_recipes
+from .weights import lighter_recipes
 
 MOST_LINES = 3
 LEAST_SAVING = 0.05
@@ -99,27 +96,23 @@ def _requested(plan: DeploymentPlan, first: DevicePlan) -> tuple[LoadPlan, float
     is_given = load is not None and (load.load.rate is not None or plan.workload.sequences > 1)
     if load is None or load.slo is None or first.load is None or not is_given:
         return None
-    device = first.device
-    (solver,) = solvers_on([device], plan.model, plan.recipe, plan.workload, plan.setup)
-    planner = LoadPlanner(load, solver, device, plan.setup, plan.model.name)
-    requested = planner.asked(first.load.deployment)
+    (solver,) = plan.solvers([first.device])
+    requested = LoadPlanner(solver).asked(first.load.deployment)
     return requested, load.slo.share_of(requested.result)
 
 
 def _would_fit(plan: DeploymentPlan, first: DevicePlan) -> Iterator[Change]:
-    model, setup = plan.model, plan.setup
     others = plan.devices if len(plan.devices) <= MOST_LINES else ()
     for device in (first, *(d for d in others if d is not first and not d.fits)):
         deployment = device.deployment
         if deployment.attention_dp > 1 or (device.fits and deployment.gpus == 1):
             continue
-        recipe = setup.run_recipe(plan.recipe, model.shape, device.device)
-        search = FitSearch(model, recipe, plan.workload, setup, device.device)
-        sizes = [(1, 1)] if setup.has_free_sizes else []
+        (solver,) = plan.solvers([device.device])
+        sizes = [(1, 1)] if plan.setup.has_free_sizes else []
         if not device.fits:
             sizes.append((deployment.tp, deployment.pp))
         for tp, pp in dict.fromkeys(sizes):
-            yield from search.changes(tp, pp)
+            yield from ways_to_fit(solver, tp, pp)
 
 
 def _savings(plan: DeploymentPlan, first: DevicePlan) -> list[Saving]:
@@ -128,55 +121,45 @@ def _savings(plan: DeploymentPlan, first: DevicePlan) -> list[Saving]:
     if not first.fits or first.price is None or is_settled:
         return []
     priced = [d for d in devices() if d.name != first.gpu and plan.setup.price_of(d) is not None]
-    planned = plan.model, plan.recipe, plan.workload, plan.setup
-    solver, *other_solvers = solvers_on([first.device, *priced], *planned)
-    now = _least_cost(plan, solver, first.device)
+    solver, *others = plan.solvers([first.device, *priced])
+    now = _least_cost(solver)
     if now is None:
         return []
-    savings = []
-    others = [
-        (f"--gpu {device.name.lower().replace(' ', '-')}", other, device)
-        for other, device in zip(other_solvers, priced, strict=True)
-    ]
+    ways = [(f"--gpu {s.device.name.lower().replace(' ', '-')}", s) for s in others]
     for recipe in lighter_recipes(plan.recipe, plan.model.shape, plan.model.plain_bytes):
-        (lighter,) = solvers_on([first.device], plan.model, recipe, *planned[2:])
-        others.append((f"--weights {recipe.name}", lighter, first.device))
-    for options, other, device in others:
+        ways += [(f"--weights {recipe.name}", s) for s in plan.solvers([first.device], recipe)]
+    savings = []
+    for options, other in ways:
         cost = None
         with suppress(BadInput):
-            cost = _least_cost(plan, other, device)
+            cost = _least_cost(other)
         if cost is not None and cost[0] < (1 - LEAST_SAVING) * now[0]:
             saved, deployment = 1 - cost[0] / now[0], cost[1]
-            expected = Expectation.of(deployment, device, plan.model.name, plan.setup)
-            band = expected.band(plan.workload.sequences)
+            band = other.expected(deployment).band(plan.workload.sequences)
             near = band is not None and band.is_near
-            savings.append(Saving(options, deployment.gpus, device.name, saved, near))
+            savings.append(Saving(options, deployment.gpus, other.device.name, saved, near))
     return sorted(savings, key=lambda saving: -saving.saved)
 
 
-def _least_cost(
-    plan: DeploymentPlan, solver: Solver, device: Device
-) -> tuple[float, Deployment] | None:
+def _least_cost(solver: Solver) -> tuple[float, Deployment] | None:
     """Dollars of a million output tokens in closed form, and the deployment: at the SLO, at the clients that
     are asked for, or with all places taken. None: it does not fit, misses the SLO, or has no price."""
-    work, model, setup = plan.workload, plan.model, plan.setup
+    work, setup = solver.workload, solver.setup
     if work.load is not None and work.load.slo is not None:
-        planner = LoadPlanner(work.load, solver, device, setup, model.name)
-        nearest = planner.nearest(
-            [*solver.machine_arrangements()] if setup.has_free_sizes else [solver.choose(device)[0]]
+        nearest = LoadPlanner(solver).nearest(
+            [*solver.machine_arrangements()] if setup.has_free_sizes else [solver.choose()[0]]
         )
         if nearest is None:
             return None
         deployment, state = nearest
     else:
-        deployment, needed = solver.choose(device)
-        places = solver.sequences(deployment, device)
+        deployment, needed = solver.choose()
+        places = solver.sequences(deployment)
         if needed is None or places < work.sequences:
             return None
-        expected = Expectation.of(deployment, device, model.name, setup)
         clients = work.sequences if work.sequences > 1 else places
-        state = expected.loaded_by(work, clients, places)
-    dollars = setup.dollars_per_million(device, deployment.gpus, state.throughput)
+        state = solver.expected(deployment).loaded_by(work, clients, places)
+    dollars = setup.dollars_per_million(solver.device, deployment.gpus, state.throughput)
     return None if dollars is None else (dollars, deployment)
 
 
@@ -231,131 +214,108 @@ class Change:
     sequences: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    recipe: WeightRecipe
-    workload: PlannedWorkload
-    setup: Setup
-
-
-class FitSearch:
-    """Searches for options for one model and workload on one kind of device."""
-
-    def __init__(
-        self,
-        model: PlannedModel,
-        recipe: WeightRecipe,
-        workload: PlannedWorkload,
-        setup: Setup,
-        device: Device,
-    ) -> None:
-        self._model, self._device = model, device
-        self._asked = _Trial(recipe, workload, setup)
-
-    def changes(self, tp: int, pp: int) -> list[Change]:
-        """Up to two ways to fit `tp` x `pp` devices: by a shorter context, and by smaller dtypes."""
-        work = self._asked.workload
-        if work.eviction is not None:
-            return []
-        divided = replace(self._asked, setup=replace(self._asked.setup, tp=tp, pp=pp))
-        with suppress(BadInput):
-            if self._fits(divided):
-                return []
-            trials = [self._with_levers(divided)]
-            if trials == [None]:
-                lighter = map(self._with_levers, self._dtypes(divided))
-                trials = [self._shorter(divided), next(filter(None, lighter), None)]
-            if trials == [None, None]:
-                trials = [self._shorter(trial) for trial in [*self._dtypes(divided)][-1:]]
-            return [self._change(trial) for trial in trials if trial is not None]
+def ways_to_fit(planned: Solver, tp: int, pp: int) -> list[Change]:
+    """Up to two ways to fit `tp` x `pp` devices: by a shorter context, and by smaller dtypes."""
+    if planned.workload.eviction is not None:
         return []
+    divided = _with_setup(planned, tp=tp, pp=pp)
+    with suppress(BadInput):
+        if _fits(divided):
+            return []
+        trials = [_with_levers(divided)]
+        if trials == [None]:
+            lighter = map(_with_levers, _with_smaller_dtypes(divided))
+            trials = [_shorter(divided), next(filter(None, lighter), None)]
+        if trials == [None, None]:
+            trials = [_shorter(trial) for trial in [*_with_smaller_dtypes(divided)][-1:]]
+        return [_change(trial, planned) for trial in trials if trial is not None]
+    return []
 
-    def _held(self, trial: _Trial) -> int:
-        """Sequences that run at once."""
-        solver = Solver(self._model.shape, trial.recipe, trial.workload, trial.setup)
-        deployment = solver.deployment(trial.setup.tp or 1, trial.setup.pp or 1)
-        return 0 if deployment is None else solver.sequences(deployment, self._device)
 
-    def _fits(self, trial: _Trial) -> bool:
-        return self._held(trial) >= trial.workload.sequences
+def _with_setup(trial: Solver, **changes: Any) -> Solver:
+    return replace(trial, setup=replace(trial.setup, **changes))
 
-    def _pulled(self, trial: _Trial, levers: tuple[str, ...] = _LEVERS) -> _Trial:
-        """The trial with the levers pulled that the user left alone."""
-        setup, sequences = trial.setup, trial.workload.sequences
-        values = {
-            "utilization": HIGH_UTILIZATION,
-            "max_num_seqs": sequences,
-            "max_num_batched_tokens": max(SMALL_STEP_TOKENS, sequences),
-        }
-        if self._device.kind == "cpu":
-            del values["utilization"]
-        changed = {
-            name: value
-            for name, value in values.items()
-            if name in levers and getattr(setup, name) is None
-        }
-        return replace(trial, setup=replace(setup, **changed))
 
-    def _with_levers(self, trial: _Trial) -> _Trial | None:
-        """The trial with as few levers pulled as it needs; None: all of them are not enough."""
-        if not self._fits(self._pulled(trial)):
-            return None
-        kept = _LEVERS
-        for lever in _LEVERS:
-            fewer = tuple(name for name in kept if name != lever)
-            if self._fits(self._pulled(trial, fewer)):
-                kept = fewer
-        trial = self._pulled(trial, kept)
-        while "max_num_seqs" in kept:  # raise the limit of sequences to what then fits
-            limit = trial.setup.max_num_seqs or 1
-            raised = replace(trial, setup=replace(trial.setup, max_num_seqs=2 * limit))
-            sequences = self._held(raised)
-            if sequences <= limit:
-                break
-            trial = replace(trial, setup=replace(trial.setup, max_num_seqs=sequences))
-        return trial
+def _sequences(trial: Solver) -> int:
+    """Sequences that run at once."""
+    deployment = trial.deployment(trial.setup.tp or 1, trial.setup.pp or 1)
+    return 0 if deployment is None else trial.sequences(deployment)
 
-    def _shorter(self, trial: _Trial) -> _Trial | None:
-        """The longest round context that fits; None: none does, or the lengths of a load are given."""
-        work = trial.workload
-        if work.load is not None:
-            return None
-        for context in CONTEXTS:
-            if not LEAST_CONTEXT <= context < work.context:
-                continue
+
+def _fits(trial: Solver) -> bool:
+    return _sequences(trial) >= trial.workload.sequences
+
+
+def _pulled(trial: Solver, levers: tuple[str, ...] = _LEVERS) -> Solver:
+    """The trial with the levers pulled that the user left alone."""
+    sequences = trial.workload.sequences
+    values: dict[str, float] = {
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": max(SMALL_STEP_TOKENS, sequences),
+    }
+    if trial.device.kind != "cpu":
+        values["utilization"] = HIGH_UTILIZATION
+    free = (name for name in levers if name in values and getattr(trial.setup, name) is None)
+    return _with_setup(trial, **{name: values[name] for name in free})
+
+
+def _with_levers(trial: Solver) -> Solver | None:
+    """The trial with as few levers pulled as it needs; None: all of them are not enough."""
+    if not _fits(_pulled(trial)):
+        return None
+    kept = _LEVERS
+    for lever in _LEVERS:
+        fewer = tuple(name for name in kept if name != lever)
+        if _fits(_pulled(trial, fewer)):
+            kept = fewer
+    trial = _pulled(trial, kept)
+    while "max_num_seqs" in kept:  # raise the limit of sequences to what then fits
+        limit = trial.setup.max_num_seqs or 1
+        sequences = _sequences(_with_setup(trial, max_num_seqs=2 * limit))
+        if sequences <= limit:
+            break
+        trial = _with_setup(trial, max_num_seqs=sequences)
+    return trial
+
+
+def _shorter(trial: Solver) -> Solver | None:
+    """The longest round context that fits; None: none does, or the lengths of a load are given."""
+    work = trial.workload
+    for context in CONTEXTS if work.load is None else ():
+        if LEAST_CONTEXT <= context < work.context:
             with suppress(BadInput):  # a prompt, images or an answer that it has no room for
                 shorter = replace(trial, workload=replace(work, context=context))
-                if (fitting := self._with_levers(shorter)) is not None:
+                if (fitting := _with_levers(shorter)) is not None:
                     return fitting
-        return None
+    return None
 
-    def _dtypes(self, trial: _Trial) -> Iterator[_Trial]:
-        """Smaller dtypes, least reduced first: those of the cache before those of the weights."""
-        work, stored = trial.workload, engine_rule(trial.setup.engine).kv_dtypes
-        small = next((name for name in ("fp8", "int8", "q8_0") if name in stored), work.kv_dtype)
-        caches = [work.kv_dtype]
-        if work.kv_dtype in ("bf16", "f16", "float32") and small != work.kv_dtype:
-            caches.append(small)
-        model = self._model
-        recipes = [trial.recipe, *lighter_recipes(trial.recipe, model.shape, model.plain_bytes)]
-        for recipe in recipes:
-            for cache in caches:
-                if (recipe, cache) != (trial.recipe, work.kv_dtype):
-                    yield replace(trial, recipe=recipe, workload=replace(work, kv_dtype=cache))
 
-    def _change(self, trial: _Trial) -> Change:
-        request, work, setup = self._asked, trial.workload, trial.setup
-        options = []
-        if trial.recipe is not request.recipe:
-            options.append(f"--weights {trial.recipe.name}")
-        if work.kv_dtype != request.workload.kv_dtype:
-            options.append(f"--kv-dtype {work.kv_dtype}")
-        if work.context != request.workload.context:
-            options.append(f"--ctx {format_tokens(work.context).replace(',', '')}")
-        names = {"utilization": "gpu-memory-utilization"}
-        for name in reversed(_LEVERS):
-            value = getattr(setup, name)
-            if value != getattr(request.setup, name):
-                options.append(f"--{names.get(name, name).replace('_', '-')} {value:g}")
-        gpus = (setup.tp or 1) * (setup.pp or 1)
-        return Change(self._device.name, gpus, tuple(options), self._held(trial))
+def _with_smaller_dtypes(trial: Solver) -> Iterator[Solver]:
+    """Smaller dtypes, least reduced first: those of the cache before those of the weights."""
+    model, work, stored = trial.model, trial.workload, engine_rule(trial.setup.engine).kv_dtypes
+    small = next((name for name in ("fp8", "int8", "q8_0") if name in stored), work.kv_dtype)
+    caches = [work.kv_dtype]
+    if work.kv_dtype in ("bf16", "f16", "float32") and small != work.kv_dtype:
+        caches.append(small)
+    for recipe in (trial.recipe, *lighter_recipes(trial.recipe, model.shape, model.plain_bytes)):
+        for cache in caches:
+            if (recipe, cache) != (trial.recipe, work.kv_dtype):
+                yield replace(trial, recipe=recipe, workload=replace(work, kv_dtype=cache))
+
+
+def _change(trial: Solver, planned: Solver) -> Change:
+    work, setup = trial.workload, trial.setup
+    options = []
+    if trial.recipe is not planned.recipe:
+        options.append(f"--weights {trial.recipe.name}")
+    if work.kv_dtype != planned.workload.kv_dtype:
+        options.append(f"--kv-dtype {work.kv_dtype}")
+    if work.context != planned.workload.context:
+        options.append(f"--ctx {format_tokens(work.context).replace(',', '')}")
+    names = {"utilization": "gpu-memory-utilization"}
+    for name in reversed(_LEVERS):
+        value = getattr(setup, name)
+        if value != getattr(planned.setup, name):
+            options.append(f"--{names.get(name, name).replace('_', '-')} {value:g}")
+    gpus = (setup.tp or 1) * (setup.pp or 1)
+    return Change(trial.device.name, gpus, tuple(options), _sequences(trial))

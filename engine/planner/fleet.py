@@ -13,10 +13,8 @@ from typing import Any
 
 from ...base.errors import BadInput
 from .devices import Device
-from .load import PlannedLoad
 from .load_plan import LoadPlan, LoadPlanner
 from .memory import Deployment
-from .setup import Setup
 from .solver import Solver
 
 SIMULATED_KINDS, SIMULATIONS = 3, 4
@@ -52,88 +50,84 @@ class Fleet:
         return replace(self, replicas=replicas, dollars_per_hour=price, simulated=simulated)
 
 
-class FleetPlanner:
-    """Searches the fewest GPUs for `rate` requests per second within the load's SLO. Raises BadInput: there
-    is no load, or none with an SLO, or it has a rate of its own."""
+def least_fleets(solvers: Sequence[Solver], rate: float) -> list[Fleet]:
+    """The best fleet of each kind of GPU for `rate` requests per second within the load's SLO, the fewest
+    GPUs first. Raises BadInput: there is no load, or none with an SLO, or it has a rate of its own; or no GPU
+    keeps the limits, not even for one request."""
+    load = solvers[0].workload.load
+    if load is None or load.slo is None:
+        raise BadInput('--target-request-rate needs limits to keep: --slo "ttft:1s tpot:30ms"')
+    if load.load.rate is not None:
+        raise BadInput("--target-request-rate and --request-rate are two rates: leave one out")
+    if not 0 < rate < inf:
+        raise BadInput(f"--target-request-rate {rate:g}: requests per second, above 0, are needed")
+    by_rate = replace(load, slo=replace(load.slo, by="rate"))
+    planners: dict[str, LoadPlanner] = {}
+    fleets = []
+    for solver in solvers:
+        device, setup = solver.device, solver.setup
+        if device.bandwidth is None or not device.peaks or device.kind == "cpu":
+            continue
+        planner = LoadPlanner(replace(solver, workload=replace(solver.workload, load=by_rate)))
+        planners[device.name] = planner
+        deployments = [solver.choose()[0]]
+        if setup.has_free_sizes and not device.is_single:
+            deployments = [*solver.machine_arrangements()]
+        kinds = (_near(planner, solver, option, rate) for option in deployments)
+        if best := min(filter(None, kinds), key=lambda fleet: fleet.order, default=None):
+            fleets.append(best)
+    if not fleets:
+        raise BadInput(
+            "no division of these GPUs keeps the limits of --slo, not even for one request: raise a "
+            "limit, or name other GPUs"
+        )
+    return _simulated(planners, fleets, rate)
 
-    def __init__(self, load: PlannedLoad | None, rate: float, setup: Setup, model: str) -> None:
-        if load is None or load.slo is None:
-            raise BadInput('--target-request-rate needs limits to keep: --slo "ttft:1s tpot:30ms"')
-        if load.load.rate is not None:
-            raise BadInput("--target-request-rate and --request-rate are two rates: leave one out")
-        if not 0 < rate < inf:
-            raise BadInput(
-                f"--target-request-rate {rate:g}: requests per second, above 0, are needed"
-            )
-        slo = replace(load.slo, by="rate")
-        self._load, self._rate = replace(load, slo=slo), rate
-        self._setup, self._model = setup, model
 
-    def fleets(self, solvers: Sequence[Solver], devices: Sequence[Device]) -> list[Fleet]:
-        """The best fleet of each kind of GPU, the fewest GPUs first. Raises BadInput: no GPU keeps the
-        limits, not even for one request."""
-        planners: dict[str, LoadPlanner] = {}
-        fleets = []
-        for solver, device in zip(solvers, devices, strict=True):
-            if device.bandwidth is None or not device.peaks or device.kind == "cpu":
-                continue
-            planner = LoadPlanner(self._load, solver, device, self._setup, self._model)
-            planners[device.name] = planner
-            deployments = [solver.choose(device)[0]]
-            if self._setup.has_free_sizes and not device.is_single:
-                deployments = [*solver.machine_arrangements()]
-            kinds = [self._near(planner, device, option) for option in deployments]
-            if best := min(filter(None, kinds), key=lambda fleet: fleet.order, default=None):
-                fleets.append(best)
-        if not fleets:
-            raise BadInput(
-                "no division of these GPUs keeps the limits of --slo, not even for one request: raise a "
-                "limit, or name other GPUs"
-            )
-        return self._simulated(planners, fleets)
+def _near(
+    planner: LoadPlanner, solver: Solver, deployment: Deployment, rate: float
+) -> Fleet | None:
+    kept = planner.kept_rate(deployment)
+    if kept is None or (replicas := ceil(rate / kept)) * deployment.gpus > MOST_GPUS:
+        return None
+    price = solver.setup.price_of(solver.device)
+    dollars = None if price is None else price.dollars * replicas * deployment.gpus
+    return Fleet(solver.device, deployment, replicas, kept, dollars)
 
-    def _near(self, planner: LoadPlanner, device: Device, deployment: Deployment) -> Fleet | None:
-        kept = planner.kept_rate(deployment)
-        if kept is None or (replicas := ceil(self._rate / kept)) * deployment.gpus > MOST_GPUS:
-            return None
-        price = self._setup.price_of(device)
-        dollars = None if price is None else price.dollars * replicas * deployment.gpus
-        return Fleet(device, deployment, replicas, kept, dollars)
 
-    def _simulated(self, planners: dict[str, LoadPlanner], fleets: list[Fleet]) -> list[Fleet]:
-        """The fleets with the best ones simulated, until the best one is. The others get more replicas than
-        in closed form by the same factor, because it is the load's spread that takes them."""
-        ratio = 1.0
-        for _ in range(SIMULATED_KINDS):
-            fleets.sort(key=lambda fleet: fleet.order)
-            first = fleets[0]
-            if first.simulated is not None:
-                break
-            fleets[0] = self._with_least_replicas(planners[first.device.name], first)
-            ratio = max(ratio, fleets[0].replicas / first.replicas)
-        scaled = [
-            fleet if fleet.simulated else fleet.resized(ceil(ratio * fleet.replicas), None)
-            for fleet in fleets
-        ]
-        return sorted(scaled, key=lambda fleet: (fleet.simulated is None, *fleet.order))
+def _simulated(planners: dict[str, LoadPlanner], fleets: list[Fleet], rate: float) -> list[Fleet]:
+    """The fleets with the best ones simulated, until the best one is. The others get more replicas than
+    in closed form by the same factor, because it is the load's spread that takes them."""
+    ratio = 1.0
+    for _ in range(SIMULATED_KINDS):
+        fleets.sort(key=lambda fleet: fleet.order)
+        first = fleets[0]
+        if first.simulated is not None:
+            break
+        fleets[0] = _with_least_replicas(planners[first.device.name], first, rate)
+        ratio = max(ratio, fleets[0].replicas / first.replicas)
+    scaled = [
+        fleet if fleet.simulated else fleet.resized(ceil(ratio * fleet.replicas), None)
+        for fleet in fleets
+    ]
+    return sorted(scaled, key=lambda fleet: (fleet.simulated is None, *fleet.order))
 
-    def _with_least_replicas(self, planner: LoadPlanner, fleet: Fleet) -> Fleet:
-        """The fleet with the fewest replicas that keep the limits, found around its own number."""
-        fails, replicas = 0, fleet.replicas
-        for _ in range(SIMULATIONS):
-            plan = planner.at_rate(fleet.deployment, self._rate / replicas)
-            if planner.keeps(plan):
-                fleet = fleet.resized(replicas, plan)
-                another = (fails + replicas) // 2 if fails else replicas - ceil(replicas / 10)
-            else:
-                fails = replicas
-                another = (
-                    (fails + fleet.replicas) // 2 if fleet.simulated else ceil(1.25 * replicas)
-                )
-            if not another or (fleet.simulated and another in (fails, fleet.replicas)):
-                return fleet
-            replicas = another
-        return fleet if fleet.simulated else fleet.resized(replicas, None)
+
+def _with_least_replicas(planner: LoadPlanner, fleet: Fleet, rate: float) -> Fleet:
+    """The fleet with the fewest replicas that keep the limits, found around its own number."""
+    fails, replicas = 0, fleet.replicas
+    for _ in range(SIMULATIONS):
+        plan = planner.at_rate(fleet.deployment, rate / replicas)
+        if planner.keeps(plan):
+            fleet = fleet.resized(replicas, plan)
+            another = (fails + replicas) // 2 if fails else replicas - ceil(replicas / 10)
+        else:
+            fails = replicas
+            another = (fails + fleet.replicas) // 2 if fleet.simulated else ceil(1.25 * replicas)
+        if not another or (fleet.simulated and another in (fails, fleet.replicas)):
+            return fleet
+        replicas = another
+    return fleet if fleet.simulated else fleet.resized(replicas, None)
 
 
 def fleet_as_dict(fleet: Fleet) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ...base.errors import BadInput
-from .expected import Expectation, Loop
-from .plan import DeploymentPlan, DevicePlan, solvers_on
+from .expected import Loop
+from .plan import DeploymentPlan, DevicePlan
 from .weights import WeightRecipe, recipe_for
 
 COMPARED = ("bf16", "fp8", "int4")
@@ -53,17 +53,16 @@ def _recipes(plan: DeploymentPlan) -> Iterator[WeightRecipe]:
 
 def _speed_of(plan: DeploymentPlan, device: DevicePlan, recipe: WeightRecipe) -> FormatSpeed | None:
     """The speed of a format on the division of the plan; None where it does not hold the clients."""
-    work, model, setup = plan.workload, plan.model, plan.setup
-    (solver,) = solvers_on([device.device], model, recipe, work, setup)
-    run = setup.run_recipe(recipe, model.shape, device.device)
-    deployment = replace(device.deployment, recipe=run)
-    places = solver.sequences(deployment, device.device)
+    work = plan.workload
+    (solver,) = plan.solvers([device.device], recipe)
+    deployment = replace(device.deployment, recipe=solver.recipe)
+    places = solver.sequences(deployment)
     # The mean number in flight, which may be a hair above or below the clients of a closed loop.
     in_flight = work.sequences if device.predicted is None else device.predicted.clients
     clients = max(1, round(in_flight))
     if places < clients:
         return None
-    expected = Expectation.of(deployment, device.device, model.name, setup)
+    expected = solver.expected(deployment)
     prompt, output, cached = work.prompt_tokens, work.answer_tokens, work.cached_tokens
     if work.load is not None:
         prompt, output = map(ceil, work.load.load.mean_lengths())

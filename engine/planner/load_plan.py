@@ -11,11 +11,10 @@ from typing import Any
 
 from ..base.units import PRECISION, SloResult, highest_near
 from ..scheduling.scheduler_config import SchedulerConfig
-from .devices import Device
-from .expected import Expectation, Loop
-from .load import Load, LoadResult, PlannedLoad, Prediction, Slo
+from .expected import Loop
+from .load import Load, LoadResult, Prediction, Slo
 from .memory import Deployment
-from .setup import MILLION, SECONDS_PER_HOUR, Setup
+from .setup import MILLION, SECONDS_PER_HOUR
 from .simulation import COUNTED, SimulatedServer, simulate
 from .solver import Solver
 from .step_model import TimesSteps
@@ -71,13 +70,12 @@ def _remembered(server: SimulatedServer, clock: TimesSteps, load: Load, counted:
 
 
 class LoadPlanner:
-    """Plans loads on one kind of device."""
+    """Plans the load of a solver's workload on its kind of device."""
 
-    def __init__(
-        self, load: PlannedLoad, solver: Solver, device: Device, setup: Setup, model: str
-    ) -> None:
-        self._asked, self._solver, self._device = load, solver, device
-        self._expected = cache(lambda deployment: Expectation.of(deployment, device, model, setup))
+    def __init__(self, solver: Solver) -> None:
+        assert solver.workload.load is not None
+        self._asked, self._solver, self._device = solver.workload.load, solver, solver.device
+        self._expected = cache(solver.expected)
 
     def plan(self, deployments: Iterable[Deployment]) -> LoadPlan | None:
         """The load on the first deployment that fits a request; with an SLO, on the one of least GPU time per
@@ -147,7 +145,7 @@ class LoadPlanner:
     def _most_sequences(self, deployment: Deployment) -> int:
         """Sequences that run at once within the limits of batch and cache."""
         mean = ceil(sum(self._asked.load.mean_lengths()))
-        reserve = self._solver.reserve(deployment, self._device)
+        reserve = self._solver.reserve(deployment)
         return max(1, deployment.max_sequences(self._device.memory_bytes, reserve, mean))
 
     def _steady(self, deployment: Deployment, concurrency: int, at_once: bool = True) -> Prediction:
@@ -240,7 +238,7 @@ class LoadPlanner:
     def _server(self, deployment: Deployment, load: Load, bundle: int) -> SimulatedServer:
         """The server of a deployment; each of its sequences stands for a `bundle` of equal ones. It has no
         more blocks than the load can use, because they would only take time."""
-        reserve = self._solver.reserve(deployment, self._device)
+        reserve = self._solver.reserve(deployment)
         sequences = ceil(reserve.max_num_seqs / bundle)
         limits = SchedulerConfig(
             max_num_batched_tokens=max(reserve.chunk_tokens // bundle, sequences),
@@ -265,7 +263,7 @@ class LoadPlanner:
         """Blocks of the KV cache of a rank. Per-sequence state and window savings are converted into blocks
         at the mean length."""
         tokens = ceil(sum(self._asked.load.mean_lengths()))
-        reserve = self._solver.reserve(deployment, self._device)
+        reserve = self._solver.reserve(deployment)
         budget = deployment.kv_budget(self._device.memory_bytes, reserve)
         per_sequence = deployment.kv_bytes(tokens, reserve)
         blocks = ceil(tokens / deployment.block_size)

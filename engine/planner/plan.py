@@ -135,6 +135,11 @@ class DeploymentPlan:
     def first_that_fits(self) -> DevicePlan:
         return next((device for device in self.devices if device.fits), self.devices[0])
 
+    def solvers(
+        self, devices: Sequence[Device], recipe: WeightRecipe | None = None
+    ) -> list[Solver]:
+        return solvers_on(devices, self.model, recipe or self.recipe, self.workload, self.setup)
+
     @property
     def efficiency(self) -> Efficiency:
         expected = next((d.expectation for d in self.devices if d.expectation), None)
@@ -163,10 +168,7 @@ def make_plan(
         if setup.speculation is not None:
             raise BadInput("--draft-tokens: draft tokens and a kv_budget do not go together")
     solvers = solvers_on(devices, model, recipe, workload, setup)
-    plans = [
-        _on_device(solver, model, device, setup)
-        for solver, device in zip(solvers, devices, strict=True)
-    ]
+    plans = [_on_device(solver) for solver in solvers]
     setups = [setup]
     if beside is not None:
         second = replace(setup, engine=beside, engine_version="")
@@ -175,7 +177,7 @@ def make_plan(
         for index, (plan, solver) in enumerate(zip(plans, solvers, strict=True)):
             if plan.device.kind == "cpu":
                 continue
-            other = _on_device(solver, model, plan.device, second)
+            other = _on_device(solver)
             # llmopt's own cache is known for either engine
             cache = plan.engine_cache or other.engine_cache
             plans[index] = replace(plan, beside=other, engine_cache=cache)
@@ -192,10 +194,11 @@ def solvers_on(
     workload: PlannedWorkload,
     setup: Setup,
 ) -> list[Solver]:
-    """A solver for each device; devices on which the engine holds the weights alike share one."""
-    runs = [setup.run_recipe(recipe, model.shape, device) for device in devices]
-    shared = {run: Solver(model.shape, run, workload, setup) for run in runs}
-    return [shared[run] for run in runs]
+    """A solver for each device, with the weights as the engine holds them there."""
+    shared: dict[Any, Deployment | None] = {}
+    runs = (setup.run_recipe(recipe, model.shape, device) for device in devices)
+    planned = zip(runs, devices, strict=True)
+    return [Solver(model, run, workload, setup, device, shared) for run, device in planned]
 
 
 def _rank(plan: DevicePlan) -> tuple[bool, bool, bool, float, float]:
@@ -210,26 +213,23 @@ def _rank(plan: DevicePlan) -> tuple[bool, bool, bool, float, float]:
     return not plan.fits, plan.load is None, False, gpus, -speed
 
 
-def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup) -> DevicePlan:
+def _on_device(solver: Solver) -> DevicePlan:
     """The plan of one device, with the load simulated where its speed is known."""
-    workload = solver.workload
-    deployment, needed = solver.choose(device)
+    workload, setup, device = solver.workload, solver.setup, solver.device
+    deployment, needed = solver.choose()
     load = None
-    if workload.load is not None and device.bandwidth is not None and device.peaks:
-        planner = LoadPlanner(workload.load, solver, device, setup, model.name)
+    has_speed = device.bandwidth is not None and bool(device.peaks)
+    if workload.load is not None and has_speed:
         varied = workload.load.slo is not None and setup.has_free_sizes and not device.is_single
-        load = planner.plan(solver.machine_arrangements() if varied else [deployment])
-        if load is not None:
+        tried = solver.machine_arrangements() if varied else [deployment]
+        if (load := LoadPlanner(solver).plan(tried)) is not None:
             deployment = load.deployment
-    reserve = solver.reserve(deployment, device)
-    max_sequences = solver.sequences(deployment, device)
+    reserve = solver.reserve(deployment)
+    max_sequences = solver.sequences(deployment)
     fits = max_sequences >= workload.sequences
-    limit = max(model.shape.max_context, workload.context)
-    times: dict[str, Any] = {}
+    limit = max(solver.model.shape.max_context, workload.context)
     # No times for what does not fit: they would be misleading.
-    if fits and device.bandwidth is not None and device.peaks:
-        expected = Expectation.of(deployment, device, model.name, setup)
-        times = _times(expected, workload, reserve, max_sequences)
+    times = _times(solver, deployment, reserve, max_sequences) if fits and has_speed else {}
     if load is not None:
         times["predicted"] = load.predicted
     plan = DevicePlan(
@@ -243,10 +243,10 @@ def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup
         kv_bytes=workload.sequences * deployment.kv_bytes(workload.held_tokens, reserve),
         max_concurrent_sequences=max_sequences,
         max_context=deployment.max_context(device.memory_bytes, reserve, workload.sequences, limit),
-        binding_constraint=solver.constraint(deployment, device),
-        relaxations=tuple(solver.relaxations(deployment, device)),
-        dtypes_that_fit=tuple(solver.dtypes_that_fit(device)),
-        engine_cache=_engine_cache(deployment, device, reserve, workload, setup),
+        binding_constraint=solver.constraint(deployment),
+        relaxations=tuple(solver.relaxations(deployment)),
+        dtypes_that_fit=tuple(solver.dtypes_that_fit()),
+        engine_cache=_engine_cache(solver, deployment, reserve),
         evicted=solver.evicted(deployment, reserve),
         load=load,
         engine=setup.engine,
@@ -260,10 +260,11 @@ def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup
 
 
 def _times(
-    expected: Expectation, workload: PlannedWorkload, reserve: Reserve, max_sequences: int
+    solver: Solver, deployment: Deployment, reserve: Reserve, max_sequences: int
 ) -> dict[str, Any]:
     """The times of a `DevicePlan`, by its fields."""
-    deployment, device, draft = expected.deployment, expected.device, expected.speculation
+    expected, workload, device = solver.expected(deployment), solver.workload, solver.device
+    draft = expected.speculation
     count, held_tokens, context = workload.sequences, workload.held_tokens, workload.context
     decode, cached = expected.decode(count, held_tokens), int(workload.prefix_share * context)
     times: dict[str, Any] = {
@@ -285,15 +286,10 @@ def _times(
     return times
 
 
-def _engine_cache(
-    deployment: Deployment,
-    device: Device,
-    reserve: Reserve,
-    workload: PlannedWorkload,
-    setup: Setup,
-) -> CacheSize | None:
+def _engine_cache(solver: Solver, deployment: Deployment, reserve: Reserve) -> CacheSize | None:
     """The KV cache that llmopt's engine would allocate on one such device; None if it could not start, or
     does not support the planned deployment."""
+    workload, setup, device = solver.workload, solver.setup, solver.device
     supported = workload.kv_dtype in RULES["llmopt"].kv_dtypes
     if setup.engine != "llmopt" or deployment.gpus > 1 or not supported:
         return None

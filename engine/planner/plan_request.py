@@ -25,7 +25,7 @@ from .cache_size import DEFAULT_BLOCK_SIZE, kv_dtype
 from .catalog import PlannedModel, find_model
 from .devices import Device, choose_devices, counted_name, find_device
 from .engine_rules import engine_rule
-from .fleet import Fleet, FleetPlanner
+from .fleet import Fleet, least_fleets
 from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths, image_load
 from .offload import ENGINES, Host, parse_host
 from .own_runs import MeasuredRun, lost_models, own_rows, read_runs, sent_in, together
@@ -103,9 +103,8 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
     ranked = any(name.lower() == "all" for name in ask.gpus)
     fleets: list[Fleet] = []
     if ask.target_request_rate is not None:
-        planner = FleetPlanner(workload.load, ask.target_request_rate, setup, model.name)
         solvers = solvers_on(devices, model, recipe, workload, setup)
-        fleets = planner.fleets(solvers, devices)
+        fleets = least_fleets(solvers, ask.target_request_rate)
         best, beside = fleets[0], None
         devices = [best.device]
         division = {name: getattr(best.deployment, name) for name in sizes}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ...base.errors import BadInput
-from ...quant.families.shapes import ModelShape
 from .cache_size import kv_dtype
+from .catalog import PlannedModel
 from .devices import Device
 from .engine_rules import engine_rule
+from .expected import Expectation
 from .memory import Deployment, EvictedCache, Reserve
 from .offload import SYSTEM_BYTES, placements
 from .setup import PlannedWorkload, Setup
@@ -45,51 +45,50 @@ class DtypeChoice:
     kv_dtype: str | None
 
 
+@dataclass(frozen=True, slots=True)
 class Solver:
-    """Plans one workload of one model on any device; caches deployments, which are device-independent."""
+    """One workload of one model on one kind of device, with the weights as `recipe` has them in memory.
+    Solvers that differ in the device share their deployments, which do not depend on it."""
 
-    def __init__(
-        self, shape: ModelShape, recipe: WeightRecipe, workload: PlannedWorkload, setup: Setup
-    ) -> None:
-        self._shape, self._recipe, self._setup = shape, recipe, setup
-        self.workload = workload
-        self._lighter_recipes = lighter_recipes(recipe, shape, recipe.plain_bytes)
-        self._deployments: dict[tuple[str, str, int, int], Deployment | None] = {}
+    model: PlannedModel
+    recipe: WeightRecipe
+    workload: PlannedWorkload
+    setup: Setup
+    device: Device
+    _deployments: dict[tuple[WeightRecipe, str, int, int], Deployment | None] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def deployment(
         self, tp: int, pp: int, recipe: WeightRecipe | None = None, kv: str | None = None
     ) -> Deployment | None:
         """The deployment with these parallel sizes and dtypes; None if heads or layers do not divide."""
-        recipe, kv = recipe or self._recipe, kv or self.workload.kv_dtype
-        key = (recipe.label, kv, tp, pp)
+        key = recipe or self.recipe, kv or self.workload.kv_dtype, tp, pp
         if key not in self._deployments:
-            try:
-                self._deployments[key] = self._build(tp, pp, recipe, kv)
-            except BadInput:
-                self._deployments[key] = None
+            self._deployments[key] = None
+            with suppress(BadInput):
+                self._deployments[key] = self._build(tp, pp, *key[:2])
         return self._deployments[key]
 
-    def _build(self, tp: int, pp: int, recipe: WeightRecipe, kv: str) -> Deployment:
-        if self._setup.engine in ("vllm", "sglang"):
-            check_groups(self._shape, recipe, tp, self._setup.engine)
-        return Deployment(
-            self._shape,
-            recipe,
-            kv_dtype(kv).bytes_per_element(self._shape),
-            self.workload.block_size,
-            tp,
-            pp,
-            engine_rule(self._setup.engine),
-            self._setup.ep,
-            self._setup.attention_dp,
-        )
+    def _build(
+        self, tp: int, pp: int, recipe: WeightRecipe | None = None, kv: str | None = None
+    ) -> Deployment:
+        shape, recipe, setup = self.model.shape, recipe or self.recipe, self.setup
+        if setup.engine in ("vllm", "sglang"):
+            check_groups(shape, recipe, tp, setup.engine)
+        element = kv_dtype(kv or self.workload.kv_dtype).bytes_per_element(shape)
+        sizes, rule = (self.workload.block_size, tp, pp), engine_rule(setup.engine)
+        return Deployment(shape, recipe, element, *sizes, rule, setup.ep, setup.attention_dp)
 
-    @cached_property
+    def expected(self, deployment: Deployment) -> Expectation:
+        return Expectation.of(deployment, self.device, self.model.name, self.setup)
+
+    @property
     def arrangements(self) -> list[tuple[int, int]]:
         """Valid (tp, pp), fewest devices first: tensor parallelism within a machine, then pipeline stages."""
         single = [(tp, 1) for tp in RANKS if self.deployment(tp, 1)]
         if not single:  # raises with the reason
-            self._build(1, 1, self._recipe, self.workload.kv_dtype)
+            self._build(1, 1)
         widest = single[-1][0]
         several = [(widest, pp) for pp in STAGES if self.deployment(widest, pp)]
         return [*single, *several]
@@ -99,7 +98,7 @@ class Solver:
         experts also with whole experts on each device, and with attention data parallelism too."""
         for ranks in RANKS:
             sizes = [(ranks, 1, 1)]
-            if self._shape.experts is not None and ranks > 1:
+            if self.model.shape.experts is not None and ranks > 1:
                 sizes += [(ranks, ranks, 1), (1, ranks, ranks)]
             for tp, ep, attention_dp in sizes:
                 deployment = self.deployment(tp, 1)
@@ -107,70 +106,61 @@ class Solver:
                     if deployment is not None:
                         yield replace(deployment, ep=ep, attention_dp=attention_dp)
 
-    def choose(self, device: Device) -> tuple[Deployment, int | None]:
+    def choose(self) -> tuple[Deployment, int | None]:
         """The deployment on this device, and the least number of devices that fits the workload (None: more
         than were tried). Requested sizes are kept; otherwise the fewest devices that fit the workload, or one
         full machine if none do. Raises BadInput: the heads or layers do not divide as requested."""
-        tp, pp = self._setup.tp, self._setup.pp
-        if self._setup.host is not None and not device.is_unified:
-            return self._with_ram(device)
-        if device.is_single:
+        tp, pp = self.setup.tp, self.setup.pp
+        if self.setup.host is not None and not self.device.is_unified:
+            return self._with_ram()
+        if self.device.is_single:
             tp, pp = tp or 1, pp or 1
+        tried = requested = None
         if tp is not None or pp is not None:
             # Not self.deployment: an invalid request must raise with its reason.
-            requested = self._build(tp or 1, pp or 1, self._recipe, self.workload.kv_dtype)
-            tried = [(requested.tp, requested.pp), *self.arrangements]
-            if device.is_single:
-                tried = tried[:1]
-            elif tp is None:
+            requested = self._build(tp or 1, pp or 1)
+            tried = [(requested.tp, requested.pp)]
+            if tp is None:
                 tried = [(ranks, requested.pp) for ranks in RANKS]
-        else:
-            tried = self.arrangements
+            elif not self.device.is_single:
+                tried += self.arrangements
         candidates = [
-            deployment
-            for arrangement in tried
-            if (deployment := self.deployment(*arrangement)) is not None
+            *filter(None, (self.deployment(*sizes) for sizes in tried or self.arrangements))
         ]
-        fitting = (candidate for candidate in candidates if self.holds(candidate, device))
-        least = min(fitting, key=lambda candidate: candidate.gpus, default=None)
-        needed = None if least is None else least.gpus
-        if tp is not None:
-            return self._build(tp, pp or 1, self._recipe, self.workload.kv_dtype), needed
-        if least is not None:
-            return least, needed
+        least = min(filter(self.holds, candidates), key=lambda fit: fit.gpus, default=None)
+        if requested is not None and tp is not None:
+            return requested, least and least.gpus
         one_machine = [candidate for candidate in candidates if candidate.pp == (pp or 1)]
-        return one_machine[-1], None
+        return (one_machine[-1], None) if least is None else (least, least.gpus)
 
-    def _with_ram(self, device: Device) -> tuple[Deployment, int | None]:
+    def _with_ram(self) -> tuple[Deployment, int | None]:
         """The deployment on one device with the least of its weights in RAM that fits the workload; without
         one that fits, the one with the most in RAM."""
-        host = self._setup.host
+        host = self.setup.host
         assert host is not None
-        plain = deployment = self._build(1, 1, self._recipe, self.workload.kv_dtype)
-        if self.holds(plain, device):
+        plain = deployment = self._build(1, 1)
+        if self.holds(plain):
             return plain, 1
-        chunk = self.reserve(plain, device).chunk_tokens
-        for offload in placements(self._shape, self._recipe, host, self._setup.engine, chunk):
+        chunk = self.reserve(plain).chunk_tokens
+        for offload in placements(self.model.shape, self.recipe, host, self.setup.engine, chunk):
             cached = offload.cache_share * plain.kv_bytes(self.workload.context)
             needed = offload.weight_bytes + self.workload.sequences * cached
             if needed > host.ram_bytes - SYSTEM_BYTES:
                 break
             deployment = replace(plain, offload=offload)
-            if self.holds(deployment, device):
+            if self.holds(deployment):
                 return deployment, 1
         return deployment, None
 
-    def holds(self, deployment: Deployment, device: Device) -> bool:
-        return self.sequences(deployment, device) >= self.workload.sequences
+    def holds(self, deployment: Deployment) -> bool:
+        return self.sequences(deployment) >= self.workload.sequences
 
-    def sequences(
-        self, deployment: Deployment, device: Device, reserve: Reserve | None = None
-    ) -> int:
+    def sequences(self, deployment: Deployment, reserve: Reserve | None = None) -> int:
         """Concurrent sequences at the workload's context."""
-        chosen, work = reserve or self.reserve(deployment, device), self.workload
+        chosen, work = reserve or self.reserve(deployment), self.workload
         if (evicted := self.evicted(deployment, chosen)) is not None:
-            return evicted.max_sequences(device.memory_bytes)
-        return deployment.max_sequences(device.memory_bytes, chosen, work.context)
+            return evicted.max_sequences(self.device.memory_bytes)
+        return deployment.max_sequences(self.device.memory_bytes, chosen, work.context)
 
     def evicted(self, deployment: Deployment, reserve: Reserve) -> EvictedCache | None:
         """The KV cache of a sequence under the workload's budget; None: it has none."""
@@ -180,36 +170,34 @@ class Solver:
         tokens = work.prompt_tokens, work.context
         return EvictedCache(work.eviction, deployment, reserve, *tokens)
 
-    def reserve(self, deployment: Deployment, device: Device) -> Reserve:
-        return self._setup.reserve(device, deployment.weight_bytes)
+    def reserve(self, deployment: Deployment) -> Reserve:
+        return self.setup.reserve(self.device, deployment.weight_bytes)
 
-    def constraint(self, deployment: Deployment, device: Device) -> Constraint:
+    def constraint(self, deployment: Deployment) -> Constraint:
         """The binding constraint: what prevents one more sequence."""
-        reserve = self.reserve(deployment, device)
-        if deployment.kv_budget(device.memory_bytes, reserve) <= 0:
+        reserve = self.reserve(deployment)
+        if deployment.kv_budget(self.device.memory_bytes, reserve) <= 0:
             return "weights"
-        if self.sequences(deployment, device) == deployment.attention_dp * reserve.max_num_seqs:
+        if self.sequences(deployment) == deployment.attention_dp * reserve.max_num_seqs:
             return "max_num_seqs"
         return "kv_cache"
 
-    def relaxations(self, deployment: Deployment, device: Device) -> list[Relaxation]:
+    def relaxations(self, deployment: Deployment) -> list[Relaxation]:
         """Changes that allow more sequences, cheapest first: a limit, the KV dtype, the weight dtype, more
         devices."""
-        now = self.sequences(deployment, device)
+        now = self.sequences(deployment)
         relaxations = []
-        for change, other, reserve in self._changes(deployment, device):
-            count = self.sequences(other, device, reserve)
+        for change, other, reserve in self._changes(deployment):
+            count = self.sequences(other, reserve)
             if count > now:
-                budget = max(0, other.kv_budget(device.memory_bytes, reserve))
+                budget = max(0, other.kv_budget(self.device.memory_bytes, reserve))
                 relaxations.append(Relaxation(change, count, count - now, budget, other.gpus))
         return relaxations
 
-    def _changes(
-        self, deployment: Deployment, device: Device
-    ) -> Iterator[tuple[str, Deployment, Reserve]]:
-        reserve = self.reserve(deployment, device)
+    def _changes(self, deployment: Deployment) -> Iterator[tuple[str, Deployment, Reserve]]:
+        reserve = self.reserve(deployment)
         limit = None
-        if self.constraint(deployment, device) == "max_num_seqs":
+        if self.constraint(deployment) == "max_num_seqs":
             limit = 2 * reserve.max_num_seqs
         elif reserve.max_num_seqs > max(FEWER_SEQUENCES, self.workload.sequences):
             limit = FEWER_SEQUENCES
@@ -217,42 +205,36 @@ class Solver:
             yield f"--max-num-seqs {limit}", deployment, replace(reserve, max_num_seqs=limit)
         tp, pp = deployment.tp, deployment.pp
         for recipe, kv in self._ladder():
+            changed = [f"--kv-dtype {kv}"] if kv != self.workload.kv_dtype else []
+            changed += [f"--weights {recipe.name}"] if recipe is not self.recipe else []
             other = self.deployment(tp, pp, recipe, kv)
-            if other is None:
-                continue
-            changed = []
-            if kv != self.workload.kv_dtype:
-                changed.append(f"--kv-dtype {kv}")
-            if recipe is not self._recipe:
-                changed.append(f"--weights {recipe.name}")
-            if len(changed) == 1:
-                yield changed[0], other, self.reserve(other, device)
-        if not device.is_single:
+            if other is not None and len(changed) == 1:
+                yield changed[0], other, self.reserve(other)
+        if not self.device.is_single:
             for more in ((2 * tp, pp), (tp, 2 * pp)):
                 if (wider := self.deployment(*more)) is not None:
                     option = f"--tp {more[0]}" if more[0] != tp else f"--pp {more[1]}"
-                    yield option, wider, self.reserve(wider, device)
+                    yield option, wider, self.reserve(wider)
                     return
 
-    def dtypes_that_fit(self, device: Device) -> list[DtypeChoice]:
+    def dtypes_that_fit(self) -> list[DtypeChoice]:
         """For every number of devices, the least reduced dtypes with which the workload fits."""
-        choices = []
-        for tp, pp in [(1, 1)] if device.is_single else self.arrangements:
+        choices, ladder = [], [*self._ladder()]
+        for tp, pp in [(1, 1)] if self.device.is_single else self.arrangements:
             fitting = (
                 (recipe, kv)
-                for recipe, kv in self._ladder(include_current=True)
-                if (candidate := self.deployment(tp, pp, recipe, kv))
-                and self.holds(candidate, device)
+                for recipe, kv in ladder
+                if (candidate := self.deployment(tp, pp, recipe, kv)) and self.holds(candidate)
             )
             recipe, kv = next(fitting, (None, None))
             choices.append(DtypeChoice(tp * pp, recipe and recipe.label, kv))
         return choices
 
-    def _ladder(self, include_current: bool = False) -> Iterator[tuple[WeightRecipe, str]]:
-        """Dtype pairs from least to most reduced: every KV dtype before the next weight dtype."""
-        kv = self.workload.kv_dtype
+    def _ladder(self) -> Iterator[tuple[WeightRecipe, str]]:
+        """Dtype pairs from least to most reduced, the planned ones first: every KV dtype before the next
+        weight dtype."""
+        recipe, kv = self.recipe, self.workload.kv_dtype
         caches = [kv, "fp8"] if kv in ("bf16", "float32") else [kv]
-        for recipe in (self._recipe, *self._lighter_recipes):
+        for lighter in (recipe, *lighter_recipes(recipe, self.model.shape, recipe.plain_bytes)):
             for cache in caches:
-                if include_current or (recipe, cache) != (self._recipe, kv):
-                    yield recipe, cache
+                yield lighter, cache
