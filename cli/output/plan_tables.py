@@ -11,15 +11,14 @@ from rich.text import Text
 
 from ...engine.base.units import format_gib, format_tokens
 from ...engine.planner.cache_size import kv_dtype
-from ...engine.planner.probed_shape import ProbedShape, cache_line
+from ...engine.planner.explain import explain, kv_line
+from ...engine.planner.probed_shape import ProbedShape
 from ...engine.planner.weights import weight_bytes
 from ...engine.probe.facts import PARTS
 from .console import emit_json, facts_table, table_of
 from .plan_answer import answer_lines, counted, loads_table, rate
 
 if TYPE_CHECKING:
-    from fractions import Fraction
-
     from ...engine.planner.answer import Answer
     from ...engine.planner.load import ImageLoad
     from ...engine.planner.plan import DeploymentPlan, DevicePlan
@@ -92,8 +91,6 @@ def show_engines(answer: dict[str, Any], console: Console) -> None:
 
 
 def show_explanation(plan: DeploymentPlan, console: Console) -> None:
-    from ...engine.planner.explain import explain
-
     for formula in explain(plan):
         console.print(Text(formula.name, style="bold"))
         console.print(Text(f"  = {formula.formula}\n  = {formula.numbers}"))
@@ -123,7 +120,7 @@ def _facts(plan: DeploymentPlan) -> Table:
     row("weights", *weights)
     row(
         "KV per token",
-        f"{format_gib(shape.kv_bytes_per_token(element))}  ({_kv_line(shape, element)})",
+        f"{format_gib(shape.kv_bytes_per_token(element))}  ({kv_line(shape, element)})",
     )
     if shape.state_bytes:
         row("state per sequence", f"{format_gib(shape.state_bytes)}  (whatever its length)")
@@ -208,17 +205,6 @@ def _shape_line(shape: ModelShape) -> str:
         kind = "chunks of" if shape.chunked else "window"
         parts.append(f"{kind} {windowed[0]:,} on {len(windowed)} layers")
     return ", ".join(parts)
-
-
-def _kv_line(shape: ModelShape, element: Fraction) -> str:
-    size = f"{float(element):.5g} B"
-    if isinstance(shape, ProbedShape):
-        return f"{cache_line(shape)}, x {size}"
-    if shape.latent:
-        return f"{shape.num_layers} layers x {shape.cached_elements} latent elements x {size}"
-    return (
-        f"2 x {shape.num_layers} layers x {shape.num_kv_heads} KV heads x {shape.head_dim} x {size}"
-    )
 
 
 def _devices(plan: DeploymentPlan, wide: bool) -> Table:

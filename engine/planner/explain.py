@@ -9,12 +9,13 @@ from fractions import Fraction
 
 from ...quant.families.shapes import ModelShape
 from ..base.units import format_gib
-from .cache_size import KvDtype, kv_dtype
+from .cache_size import kv_dtype
 from .engine_rules import RULES, CacheKnobs
+from .load import Prediction
 from .memory import SAMPLER_COPIES
 from .plan import DeploymentPlan, DevicePlan
 from .probed_shape import ProbedShape, cache_line
-from .speed import StepTime
+from .setup import PlannedWorkload
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,86 +57,67 @@ def _weights(plan: DeploymentPlan) -> Iterator[Formula]:
         f"weights, {recipe.label}",
         "sum over the tensors of elements x bits / 8 + scales + zeros",
         " + ".join(f"{role} {size:,}" for role, size in sizes.items()),
-        f"{recipe.bytes_of(shape.tensors()):,} B = {format_gib(recipe.bytes_of(shape.tensors()))}",
+        _size(sizes.total()),
     )
     if recipe.stored_bytes:
-        yield Formula(
-            "weights, checkpoint",
-            "sum of data_offsets in the safetensors headers",
-            plan.model.source,
-            f"{recipe.stored_bytes:,} B",
-        )
+        rule = "sum of data_offsets in the safetensors headers"
+        yield Formula("weights, checkpoint", rule, plan.model.source, f"{recipe.stored_bytes:,} B")
 
 
-def _probed_cache(plan: DeploymentPlan, shape: ProbedShape, dtype: KvDtype) -> Iterator[Formula]:
-    element = dtype.bytes_per_element(shape)
-    yield Formula(
-        "KV per token",
-        f"sum over the tensors of the cache, as {plan.model.how} holds them",
-        f"({cache_line(shape)}) x {_number(element)} ({dtype.description})",
-        f"{shape.kv_bytes_per_token(element):,} B",
+def kv_line(shape: ModelShape, element: Fraction) -> str:
+    """Numbers of the bytes of a token in the KV cache: `2 x 32 layers x 8 KV heads x 128 x 2 B`."""
+    size = f"{float(element):.5g} B"
+    if isinstance(shape, ProbedShape):
+        return f"{cache_line(shape)}, x {size}"
+    if shape.latent:
+        return f"{shape.num_layers} layers x {shape.cached_elements} latent elements x {size}"
+    return (
+        f"2 x {shape.num_layers} layers x {shape.num_kv_heads} KV heads x {shape.head_dim} x {size}"
     )
-    if shape.state_bytes:
-        states = Counter(
-            (t.name, t.heads * t.width) for t in shape.layer_tensors if t.law != "growing"
-        )
-        yield Formula(
-            "state of a sequence",
-            "sum over the layers of elements x bytes, in the model's own dtypes",
-            " + ".join(f"{count} x {size:,} {name}" for (name, size), count in states.items()),
-            f"{shape.state_bytes:,} B = {format_gib(shape.state_bytes)}",
-        )
 
 
 def _cache(plan: DeploymentPlan) -> Iterator[Formula]:
     shape, work = plan.model.shape, plan.workload
     dtype = kv_dtype(work.kv_dtype)
-    if isinstance(shape, ProbedShape):
-        yield from _probed_cache(plan, shape, dtype)
-    else:
-        yield from _table_cache(plan, shape, dtype)
     element = dtype.bytes_per_element(shape)
+    rule = "2 x layers x KV heads x head_dim x bytes"
+    if isinstance(shape, ProbedShape):
+        rule = f"sum over the tensors of the cache, as {plan.model.how} holds them"
+    elif shape.latent:
+        rule = "layers x (latent + rope) x bytes"
+    per_token = f"{shape.kv_bytes_per_token(element):,} B"
+    numbers = f"{kv_line(shape, element)} ({dtype.description})"
+    yield Formula("KV per token", rule, numbers, per_token)
+    if not isinstance(shape, ProbedShape):
+        listing = " + ".join(
+            f"{count} layers x {min(work.context, window or work.context):,}"
+            for window, count in Counter(shape.windows).items()
+        )
+        yield Formula(
+            "KV of a sequence",
+            "sum over the layers of min(context, window) x bytes of a token in a layer",
+            f"({listing}) x {_number(shape.cached_elements * element)}",
+            _size(shape.kv_bytes(work.context, element)),
+        )
+    elif shape.state_bytes:
+        tensors = (t for t in shape.layer_tensors if t.law != "growing")
+        states = Counter((t.name, t.heads * t.width) for t in tensors)
+        yield Formula(
+            "state of a sequence",
+            "sum over the layers of elements x bytes, in the model's own dtypes",
+            " + ".join(f"{count} x {size:,} {name}" for (name, size), count in states.items()),
+            _size(shape.state_bytes),
+        )
     knobs = CacheKnobs(work.block_size, plan.devices[0].reserve.chunk_tokens)
-    for rule in RULES.values():
-        size = rule.kv_bytes(shape, work.context, element, knobs)
+    for engine in RULES.values():
+        size = engine.kv_bytes(shape, work.context, element, knobs)
         if isinstance(shape, ProbedShape):
             kept, numbers = "KV and state", f"{work.context:,} tokens, blocks of {work.block_size}"
         else:
-            slot = rule.cached_elements(shape) * element
+            slot = engine.cached_elements(shape) * element
             kept, numbers = "KV", f"{round(size / slot):,} slots x {_number(slot)}"
-        yield Formula(
-            f"{kept} of a sequence in {rule.name}",
-            rule.description,
-            numbers,
-            f"{size:,} B = {format_gib(size)}",
-        )
-
-
-def _table_cache(plan: DeploymentPlan, shape: ModelShape, dtype: KvDtype) -> Iterator[Formula]:
-    work, element = plan.workload, dtype.bytes_per_element(shape)
-    per_layer = f"2 x {shape.num_kv_heads} x {shape.head_dim}"
-    if shape.latent:
-        per_layer = f"({shape.latent.kv_rank} + {shape.latent.rope_dim})"
-    yield Formula(
-        "KV per token",
-        "layers x (latent + rope) x bytes"
-        if shape.latent
-        else "layers x 2 x KV heads x head_dim x bytes",
-        f"{shape.num_layers} x {per_layer} x {_number(element)} ({dtype.description})",
-        f"{shape.kv_bytes_per_token(element):,} B",
-    )
-    counts = Counter(shape.windows)
-    listing = " + ".join(
-        f"{count} layers x {min(work.context, window or work.context):,}"
-        for window, count in counts.items()
-    )
-    size = shape.kv_bytes(work.context, element)
-    yield Formula(
-        "KV of a sequence",
-        "sum over the layers of min(context, window) x bytes of a token in a layer",
-        f"({listing}) x {_number(shape.cached_elements * element)}",
-        f"{size:,} B = {format_gib(size)}",
-    )
+        name = f"{kept} of a sequence in {engine.name}"
+        yield Formula(name, engine.description, numbers, _size(size))
 
 
 def _memory(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
@@ -154,25 +136,20 @@ def _memory(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
         f"{SAMPLER_COPIES} x {reserve.max_num_seqs} x {shape.vocab_size} x 4",
         format_gib(sampler),
     )
-    budget = f"KV-cache budget on {device.gpu}"
-    size = format_gib(device.kv_budget_bytes)
-    if reserve.kv_cache_bytes is not None:
-        rule = "as set, or the engine's fraction of free memory on a CPU"
-        yield Formula(budget, rule, format_gib(reserve.kv_cache_bytes), size)
-    else:
-        yield Formula(
-            budget,
-            "visible x utilization - weights - peak activations - runtime",
-            f"{format_gib(device.device.memory_bytes)} x {reserve.utilization} - "
-            f"{format_gib(device.weight_bytes)} - {format_gib(device.activation_bytes)} - "
-            f"{format_gib(device.overhead_bytes)}",
-            size,
-        )
+    budget = format_gib(device.kv_budget_bytes)
+    rule = "as set, or the engine's fraction of free memory on a CPU"
+    numbers = format_gib(reserve.kv_cache_bytes or 0)
+    if reserve.kv_cache_bytes is None:
+        rule = "visible x utilization - weights - peak activations - runtime"
+        taken = (device.weight_bytes, device.activation_bytes, device.overhead_bytes)
+        visible = f"{format_gib(device.device.memory_bytes)} x {reserve.utilization}"
+        numbers = " - ".join((visible, *map(format_gib, taken)))
+    yield Formula(f"KV-cache budget on {device.gpu}", rule, numbers, budget)
     per_sequence = deployment.kv_bytes(plan.workload.context, reserve)
     yield Formula(
         "concurrent sequences",
         "min(KV-cache budget / KV of a sequence on a rank, max_num_seqs)",
-        f"min({format_gib(device.kv_budget_bytes)} / {format_gib(per_sequence)}, {reserve.max_num_seqs})",
+        f"min({budget} / {format_gib(per_sequence)}, {reserve.max_num_seqs})",
         str(device.max_concurrent_sequences),
     )
 
@@ -220,12 +197,11 @@ def _images(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
 
 
 def _speed(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
-    hardware, recipe = device.device, plan.recipe
-    peak = hardware.peak_flops(recipe.bits, recipe.name)
+    hardware, ranks = device.device, device.deployment.tp
+    peak = hardware.peak_flops(plan.recipe.bits, plan.recipe.name)
     for name, time in (("idle step", device.decode), ("idle prefill", device.prefill)):
         if time is None or hardware.bandwidth is None or peak is None:
             continue
-        ranks = device.deployment.tp
         yield Formula(
             f"{name}, memory",
             "bytes of a rank / (bandwidth x MBU)",
@@ -240,38 +216,25 @@ def _speed(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
             f"{time.flops / (ranks * peak) / time.computing:.3g})",
             _time(time.computing),
         )
-        yield _step(name, time)
-    yield from _loaded(plan, device)
-
-
-def _step(name: str, time: StepTime) -> Formula:
-    """Time of a step: the sum of its operators, or its roofs where a run measured their shares."""
-    is_fixed = time.communication + time.fixed > max(time.moving, time.computing)
-    bound = "launches and communication" if is_fixed else time.bound
-    result = f"{_time(time.seconds)}, bound by {bound}"
-    if time.operators:
-        return Formula(
-            name,
-            "sum of the operators, each the longer of memory and compute, messages and launches",
-            " + ".join(
-                f"{operator} {_time(part)}{'' if source == 'fit' else f' ({source})'}"
-                for operator, part, source in time.operators
-            ),
-            result,
+        # The sum of its operators, or its roofs where a run measured their shares.
+        rule = "sum of the operators, each the longer of memory and compute, messages and launches"
+        numbers = " + ".join(
+            f"{operator} {_time(part)}{'' if source == 'fit' else f' ({source})'}"
+            for operator, part, source in time.operators
         )
-    return Formula(
-        name,
-        "max(memory, compute) + launches + communication",
-        f"max({_time(time.moving)}, {_time(time.computing)}) + {_time(time.fixed)} + "
-        f"{_time(time.communication)}",
-        result,
-    )
+        if not time.operators:
+            rule = "max(memory, compute) + launches + communication"
+            moving, computing = _time(time.moving), _time(time.computing)
+            added = f"{_time(time.fixed)} + {_time(time.communication)}"
+            numbers = f"max({moving}, {computing}) + {added}"
+        is_fixed = time.communication + time.fixed > max(time.moving, time.computing)
+        bound = "launches and communication" if is_fixed else time.bound
+        yield Formula(name, rule, numbers, f"{_time(time.seconds)}, bound by {bound}")
+    if device.load is None and device.predicted is not None:
+        yield from _loaded(plan.workload, device.predicted)
 
 
-def _loaded(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
-    if device.load is not None or (loaded := device.predicted) is None:
-        return
-    work = plan.workload
+def _loaded(work: PlannedWorkload, loaded: Prediction) -> Iterator[Formula]:
     yield Formula(
         f"under {work.sequences} clients",
         "TPOT + prefills of the others / answer; TTFT + steps, prompts and places waited for",
@@ -279,16 +242,11 @@ def _loaded(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
         f"TPOT {_time(loaded.tpot_seconds)}, TTFT {_time(loaded.ttft_seconds)}, "
         f"{loaded.throughput:,.4g} tokens/s",
     )
-    if (band := loaded.band) is None:
-        return
-    yield Formula(
-        "error of TPOT",
-        "the band of deployments like it, moved and narrowed by this machine's own rows"
-        if band.own
-        else "measured / predicted - 1 of 90 % of the held-out deployments most like it",
-        band.alike,
-        band.text,
-    )
+    if (band := loaded.band) is not None:
+        rule = "measured / predicted - 1 of 90 % of the held-out deployments most like it"
+        if band.own:
+            rule = "the band of deployments like it, moved and narrowed by this machine's own rows"
+        yield Formula("error of TPOT", rule, band.alike, band.text)
 
 
 def _gains(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
@@ -324,6 +282,10 @@ def _gains(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
                 f"24 x {gpus} x {prices.gpu_hour} / {cost.api_request:.6f}",
                 f"{cost.break_even_requests_per_day:,.0f}",
             )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes:,} B = {format_gib(num_bytes)}"
 
 
 def _number(value: float | Fraction) -> str:

@@ -62,7 +62,7 @@ def test_formulas_come_with_their_numbers(capsys: pytest.CaptureFixture[str]) ->
     )
     words = " ".join(capsys.readouterr().out.split())
     for part in (
-        "= 80 x 2 x 8 x 128 x 2 (2 bytes) = 327,680 B",
+        "= 2 x 80 layers x 8 KV heads x 128 x 2 B (2 bytes) = 327,680 B",
         "= (80 layers x 131,072) x 4096 = 42,949,672,960 B = 40.00 GiB",
         "= 8192 x 2 x (3 x 28672 / 4 + 3 x 8192)",
         "= 9.7 x 1024 x 128256 x 4 = 4.75 GiB",
