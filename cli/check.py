@@ -14,7 +14,7 @@ from .options.command import with_options
 from .options.shared import json_option, trust_option
 
 if TYPE_CHECKING:
-    from ..engine.planner.formats import FormatSpeed
+    from ..engine.planner.answer import FormatSpeed
 
 PLANNED_CLIENTS, PLANNED_CONTEXT = 8, "2k"
 """Load of the plan that says what a fallback costs."""
@@ -108,7 +108,7 @@ def _planned_speeds(path: Path, engine: str, options: CheckOptions) -> list[Form
     """Planned speeds of a checkpoint that falls back to 16-bit products, and of other formats; none where
     the planner does not know the model or the engine."""
     from ..engine.config.plan_options import PlanRequest
-    from ..engine.planner.formats import format_speeds
+    from ..engine.planner.answer import format_speeds
     from ..engine.planner.plan_request import plan_for
 
     ask = PlanRequest(

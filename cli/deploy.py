@@ -56,9 +56,8 @@ def deploy(
     """Write manifests, a compose file, alert rules and Dockerfiles, as planned."""
     from ..engine.deploy.deploy_files import deploy_files
     from ..engine.deploy.deployment import deployment_for
-    from ..engine.planner.catalog import find_model
+    from ..engine.planner.catalog import find_model, stored_quantization_of
     from ..engine.planner.devices import choose_devices, counted_name
-    from ..engine.planner.stored_quantization import stored_quantization_of
     from .output.console import emit_json, say, stdout
 
     choose_devices([counted_name(planned.gpu)[1]], None)  # a wrong name is refused before any work

@@ -12,7 +12,7 @@ from .console import say, table_of
 from .plan_answer import format_lines
 
 if TYPE_CHECKING:
-    from ...engine.planner.formats import FormatSpeed
+    from ...engine.planner.answer import FormatSpeed
     from ...quant.check.check import CheckReport
     from ...quant.check.engines import EngineAnswer
     from ...quant.check.kernels import KernelAnswer

@@ -16,8 +16,7 @@ from ...engine.base.units import format_gib, format_tokens
 from .console import facts_table
 
 if TYPE_CHECKING:
-    from ...engine.planner.answer import Answer
-    from ...engine.planner.formats import FormatSpeed
+    from ...engine.planner.answer import Answer, FormatSpeed
     from ...engine.planner.load import Load, PlannedLoad, Quantiles
     from ...engine.planner.load_plan import LoadPlan
     from ...engine.planner.memory import Deployment
@@ -122,9 +121,6 @@ def _start(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
 def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
     device, planned_load = answer.device, plan.workload.load
     if planned_load is not None and planned_load.slo is not None and device.load is not None:
-        limits = " ".join(
-            f"{name}:{limit:.12g}ms" for name, limit in planned_load.slo.limits_ms.items()
-        )
         by_rate, load = planned_load.slo.by == "rate", answer.users
         where = f"{sizes(device.load.deployment)} x {device.gpu}"
         result = "no load keeps"
@@ -132,7 +128,7 @@ def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
             result = (
                 f"{load:.4g} requests/s keep" if by_rate else f"{counted(int(load), 'client')} keep"
             )
-        yield f"{result} {limits} on {where}"
+        yield f"{result} {planned_load.slo.text} on {where}"
         if answer.requested is not None:
             yield _requested(*answer.requested)
         return
@@ -259,8 +255,9 @@ def _caption(load: PlannedLoad) -> str:
     if load.dataset is not None:
         caption += f" in the mean, the lengths of {load.dataset}"
     if load.slo is not None:
-        limits = " ".join(f"{name}:{limit:.12g}ms" for name, limit in load.slo.limits_ms.items())
-        caption += f"; the highest load of which {load.slo.share:.0%} of the requests keep {limits}"
+        caption += (
+            f"; the highest load of which {load.slo.share:.0%} of the requests keep {load.slo.text}"
+        )
     return caption + ". Output tokens pay for their prompts."
 
 

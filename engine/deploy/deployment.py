@@ -15,8 +15,8 @@ from typing import ClassVar
 from ...base.errors import BadInput
 from ...base.option import check_limits, no_less_than, option
 from ..planner.cache_size import DEFAULT_UTILIZATION
+from ..planner.catalog import StoredQuantization
 from ..planner.plan import DeploymentPlan, DevicePlan
-from ..planner.stored_quantization import StoredQuantization
 from ..server.requests.metric_names import llmopt_metric, sglang_metric, vllm_metric
 from .engine_commands import SGLANG, TRTLLM, VLLM, ServerCommand, shown
 from .quantization_words import quantization_words

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from ...base.errors import BadInput
 from ...quant.check.kernels import Question, codes_of_config, engine_rules, kernel_for
 from ...quant.model.checkpoint import HF_QUANT_CONFIG
+from ..planner.catalog import StoredQuantization
 from ..planner.devices import Device
-from ..planner.stored_quantization import StoredQuantization
 
 MIXED = "MIXED_PRECISION"
 _NVFP4 = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")

@@ -11,21 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from typing import Any
 
 from ...base.errors import BadInput
 from ..base.units import format_tokens
 from .devices import devices
 from .engine_rules import engine_rule
-from .formats import FormatSpeed, format_speeds
+from .expected import Loop
 from .load import Prediction
 from .load_plan import LoadPlan, LoadPlanner
 from .memory import Deployment
 from .plan import DeploymentPlan, DevicePlan
-from .plan_json import load_as_dict, rounded
+from .plan_json import load_as_dict, means_as_dict, rounded
 from .solver import Solver
-from .weights import lighter_recipes
+from .weights import WeightRecipe, lighter_recipes, recipe_for
 
+COMPARED = ("bf16", "fp8", "int4")
 MOST_LINES = 3
 LEAST_SAVING = 0.05
 
@@ -48,6 +50,18 @@ class Saving:
     gpu: str
     saved: float
     is_near_measured: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FormatSpeed:
+    """Tokens per second of a weight format on one deployment, in closed form: with `clients`, and with all
+    `places` taken."""
+
+    weights: str
+    clients: int
+    tokens_per_second: float
+    places: int
+    tokens_per_second_full: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +177,51 @@ def _least_cost(solver: Solver) -> tuple[float, Deployment] | None:
     return None if dollars is None else (dollars, deployment)
 
 
+def format_speeds(plan: DeploymentPlan, device: DevicePlan) -> list[FormatSpeed]:
+    """The planned format and other ones on the same GPUs at one load, the fastest with the plan's clients
+    first; none where the speed is not known from the fit. A format that only stores fewer bits (W4A16) wins
+    where reading weights takes the time. It loses where computing does, because it is multiplied in 16
+    bits."""
+    is_fitted = plan.setup.measured is None and device.expectation is not None
+    if not is_fitted or device.device.kind == "cpu" or device.deployment.offload is not None:
+        return []
+    speeds = [_speed_of(plan, device, recipe) for recipe in _recipes(plan)]
+    return sorted(filter(None, speeds), key=lambda speed: -speed.tokens_per_second)
+
+
+def _recipes(plan: DeploymentPlan) -> Iterator[WeightRecipe]:
+    """The planned format, and those of `COMPARED` that suit the model's widths and have other bits."""
+    yield plan.recipe
+    for name in COMPARED:
+        with suppress(BadInput):
+            recipe = recipe_for(name, plan.model.shape, plain_bytes=plan.model.plain_bytes)
+            if recipe.bits != plan.recipe.bits:
+                yield recipe
+
+
+def _speed_of(plan: DeploymentPlan, device: DevicePlan, recipe: WeightRecipe) -> FormatSpeed | None:
+    """The speed of a format on the division of the plan; None where it does not hold the clients."""
+    work = plan.workload
+    (solver,) = plan.solvers([device.device], recipe)
+    deployment = replace(device.deployment, recipe=solver.recipe)
+    places = solver.sequences(deployment)
+    # The mean number in flight, which may be a hair above or below the clients of a closed loop.
+    in_flight = work.sequences if device.predicted is None else device.predicted.clients
+    clients = max(1, round(in_flight))
+    if places < clients:
+        return None
+    expected = solver.expected(deployment)
+    prompt, output, cached = work.prompt_tokens, work.answer_tokens, work.cached_tokens
+    if work.load is not None:
+        prompt, output = map(ceil, work.load.load.mean_lengths())
+        cached = work.load.load.cached_tokens(prompt)
+    few, full = (
+        expected.loaded(Loop(prompt, output, count, places, cached)).throughput
+        for count in (clients, places)
+    )
+    return FormatSpeed(recipe.name, clients, few, places, full)
+
+
 def answer_as_dict(answer: Answer) -> dict[str, Any]:
     """JSON form of the answers; times in milliseconds."""
     full, requested = answer.full, {}
@@ -175,15 +234,9 @@ def answer_as_dict(answer: Answer) -> dict[str, Any]:
         "engine": answer.device.engine,
         "fits": answer.device.fits,
         "would_fit": [asdict(change) for change in answer.would_fit],
-        "full": None
-        if full is None
-        else {
-            "clients": full.clients,
-            "ttft_ms": round(1e3 * full.state.ttft_seconds, 3),
-            "tpot_ms": round(1e3 * full.state.tpot_seconds, 3),
-            "throughput_tokens_per_s": round(full.state.throughput, 2),
-            "dollars_per_million_output_tokens": rounded(full.dollars_per_million),
-        },
+        "full": full
+        and means_as_dict(full.state)
+        | {"dollars_per_million_output_tokens": rounded(full.dollars_per_million)},
         "highest_load_within_slo": answer.users,
         **requested,
         **({"formats": [asdict(speed) for speed in answer.formats]} if answer.formats else {}),

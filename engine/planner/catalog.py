@@ -397,3 +397,57 @@ def _stored_weights(config: Mapping[str, Any]) -> str:
     except BadInput:
         return method
     return name if name.startswith(method) else f"{method} {name}"
+
+
+_SCALED_KV_DTYPES = {"FP8": "fp8", "NVFP4": "nvfp4"}
+"""The planner's name by ModelOpt's `kv_cache_quant_algo`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredQuantization:
+    """The quantization that a checkpoint's files name. ModelOpt's facts are in `quantization_config` of
+    `config.json`, and in `hf_quant_config.json`, the only file of the two that TensorRT-LLM 1.2.1 reads.
+
+    Attributes:
+        method: `quant_method`.
+        algorithm: ModelOpt's `quant_algo` as it is spelled, for other methods empty.
+        layer_algorithms: algorithms of a mixed checkpoint.
+        kv_dtype: the planner's name of the KV cache's dtype that there are scales for; None without.
+        has_hf_file: True if there is `hf_quant_config.json`; None where only `config.json` was seen.
+        config: `quantization_config`.
+    """
+
+    method: str
+    algorithm: str
+    layer_algorithms: frozenset[str]
+    kv_dtype: str | None
+    has_hf_file: bool | None
+    config: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        return f"{self.method} {self.algorithm}".strip()
+
+
+def stored_quantization_of(model: PlannedModel) -> StoredQuantization | None:
+    """The quantization of a model's checkpoint; None for a plain one. Raises `BadInput`:
+    `hf_quant_config.json` is no JSON object."""
+    folder = Path(model.source).parent
+    is_local = Path(model.source).is_file()
+    has_file = (folder / HF_QUANT_CONFIG).is_file() if is_local else None
+    config = dict(model.config.get("quantization_config") or {})
+    if has_file and (not config or config.get("quant_method") == "modelopt"):
+        config = modelopt_quantization(folder) or {}
+    if not config:
+        return None
+    method = str(config.get("quant_method"))
+    fields = config.get("quantization") or config
+    layers = fields.get("quantized_layers") or {}
+    algorithms = frozenset(str(layer.get("quant_algo")) for layer in layers.values())
+    if method != "modelopt":
+        return StoredQuantization(method, "", algorithms, None, has_file, config)
+    cache, scheme = fields.get("kv_cache_quant_algo"), fields.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
+        cache = cache or "FP8"
+    kv_dtype, algorithm = _SCALED_KV_DTYPES.get(str(cache).upper()), str(fields.get("quant_algo"))
+    return StoredQuantization(method, algorithm, algorithms, kv_dtype, has_file, config)

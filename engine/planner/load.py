@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from itertools import accumulate
-from math import ceil, floor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from .devices import Device
 from .error_bands import ErrorBand
 from .probed_shape import ProbedShape
 from .speed import Efficiency
+from .step_model import check_counts
 
 Lengths = tuple[int, int]
 """Prompt and output tokens of a request."""
@@ -75,6 +75,13 @@ def dataset_lengths(name: str) -> tuple[Lengths, ...]:
     return tuple((int(prompt), int(output)) for prompt, output in rows if int(output) > 0)
 
 
+def check_prefix_share(share: float) -> None:
+    if not 0 <= share < 1:
+        raise BadInput(
+            f"--prefix-hit-rate {share}: a share of the prompt tokens, at least 0 and below 1, is needed"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """Requests that clients send to a server: either `concurrency` (closed loop: so many clients, each with
@@ -91,15 +98,10 @@ class Load:
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.rate is None):
             raise BadInput("give --concurrency or --request-rate: a load has one of them")
-        if self.concurrency is not None and self.concurrency < 1:
-            raise BadInput(f"--concurrency {self.concurrency}: at least 1 is needed")
+        check_counts(concurrency=self.concurrency)
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise BadInput(f"--request-rate {self.rate}: requests per second, above 0, are needed")
-        if not 0 <= self.prefix_share < 1:
-            raise BadInput(
-                f"--prefix-hit-rate {self.prefix_share}: a share of the prompt tokens, at least 0 and "
-                "below 1, is needed"
-            )
+        check_prefix_share(self.prefix_share)
 
     @property
     def longest(self) -> int:
@@ -137,14 +139,10 @@ class Quantiles:
     @classmethod
     def of(cls, values: Sequence[float]) -> Quantiles:
         """Quantiles of a non-empty sample."""
-        ordered = sorted(values)
+        from numpy import percentile
 
-        def at(share: float) -> float:
-            position = share * (len(ordered) - 1)
-            low, high = ordered[floor(position)], ordered[ceil(position)]
-            return low + (high - low) * (position - floor(position))
-
-        return cls(sum(ordered) / len(ordered), at(0.5), at(0.9), at(0.99))
+        p50, p90, p99 = map(float, percentile(values, (50, 90, 99)))
+        return cls(sum(values) / len(values), p50, p90, p99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +231,10 @@ class Slo:
             raise BadInput(f"--slo-by {self.by!r}: rate or concurrency")
         if not 0 < self.share <= 1:
             raise BadInput(f"--slo-share {self.share}: it must be above 0 and at most 1")
+
+    @property
+    def text(self) -> str:
+        return " ".join(f"{name}:{limit:.12g}ms" for name, limit in self.limits_ms.items())
 
     def kept_by(self, load: Load, result: LoadResult) -> bool:
         """True if a load keeps it; a rate must be kept up with, too."""

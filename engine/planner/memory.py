@@ -12,6 +12,7 @@ import sys
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from math import ceil
 
 from ...base.errors import BadInput
@@ -21,7 +22,7 @@ from ..scheduling.kv_eviction import KvEviction
 from .cache_size import DEFAULT_UTILIZATION
 from .engine_rules import RULES, CacheKnobs, EngineRule
 from .offload import Offload
-from .step_model import ACTIVATION_BYTES, Parallelism
+from .step_model import ACTIVATION_BYTES, Parallelism, check_counts
 from .weights import WeightRecipe, weight_bytes_per_rank
 
 GIB = 2**30
@@ -46,10 +47,7 @@ class Reserve:
             raise BadInput(
                 f"--gpu-memory-utilization {self.utilization}: a fraction in (0, 1] is needed"
             )
-        for name in ("chunk_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                option = {"chunk_tokens": "max-num-batched-tokens"}.get(name, "max-num-seqs")
-                raise BadInput(f"--{option} {getattr(self, name)}: at least 1 is needed")
+        check_counts(max_num_batched_tokens=self.chunk_tokens, max_num_seqs=self.max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +82,7 @@ class Deployment:
     )
 
     def __post_init__(self) -> None:
-        if self.tp < 1:
-            raise BadInput(f"--tp {self.tp}: at least 1 is needed")
+        check_counts(tp=self.tp)
         self._check_experts()
         cache, stages = self.shape.cache_on_rank(self.tp), []
         for layers in self.shape.stages(self.pp):
@@ -191,11 +188,10 @@ class Deployment:
 
     def max_context(self, memory_bytes: int, reserve: Reserve, sequences: int, limit: int) -> int:
         """The longest context, at most `limit` tokens, at which `sequences` sequences fit concurrently."""
-
-        def is_too_long(context: int) -> bool:
-            return self.sequences_that_fit(memory_bytes, reserve, context) < sequences
-
-        return bisect_left(range(1, limit + 1), True, key=is_too_long)
+        fitting = partial(self.sequences_that_fit, memory_bytes, reserve)
+        return bisect_left(
+            range(1, limit + 1), True, key=lambda length: fitting(length) < sequences
+        )
 
 
 def check_evictable(shape: ModelShape, budget: int) -> None:

@@ -23,9 +23,8 @@ from .catalog import PlannedModel
 from .devices import Device, HourPrice
 from .engine_rules import RULES, engine_rule, resident_tokens
 from .expected import Expectation, fitted_efficiency
-from .fleet import Fleet
 from .load import Prediction
-from .load_plan import LoadPlan, LoadPlanner, order_of
+from .load_plan import Fleet, LoadPlan, LoadPlanner, order_of
 from .memory import Deployment, EvictedCache, Reserve, check_evictable
 from .setup import Cost, PlannedWorkload, Setup, cost_of
 from .solver import Constraint, DtypeChoice, Relaxation, Solver

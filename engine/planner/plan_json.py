@@ -17,9 +17,8 @@ from .devices import Device
 from .engine_rules import RULES, CacheKnobs, engine_rule
 from .error_bands import MEASURES
 from .expected import Expectation
-from .fleet import fleet_as_dict
 from .load import ImageLoad, Prediction
-from .load_plan import LoadPlan
+from .load_plan import Fleet, LoadPlan
 from .memory import Deployment, Reserve
 from .plan import DeploymentPlan, DevicePlan
 from .probed_shape import ProbedShape
@@ -125,7 +124,19 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
         "efficiency": asdict(plan.efficiency),
         "speed_from": "fit" if plan.setup.measured is None else "measured",
         "gpus": [_device_dict(device) for device in plan.devices],
-        **({"fleets": [fleet_as_dict(fleet) for fleet in plan.fleets]} if plan.fleets else {}),
+        **({"fleets": [_fleet_dict(fleet) for fleet in plan.fleets]} if plan.fleets else {}),
+    }
+
+
+def _fleet_dict(fleet: Fleet) -> dict[str, Any]:
+    return {
+        "gpu": fleet.device.name,
+        "gpus": fleet.gpus,
+        "replicas": fleet.replicas,
+        **asdict(fleet.deployment.parallel),
+        "kept_rate_per_replica": round(fleet.kept_rate, 4),
+        "dollars_per_hour": fleet.dollars_per_hour,
+        "is_simulated": fleet.simulated is not None,
     }
 
 
@@ -176,10 +187,27 @@ def engines_as_dict(plan: DeploymentPlan, first: DevicePlan) -> dict[str, Any]:
 
 
 def _device_dict(plan: DevicePlan) -> dict[str, Any]:
-    device, cache = plan.device, plan.engine_cache
+    device, cache, offload = plan.device, plan.engine_cache, None
+    if (in_ram := plan.deployment.offload) is not None:
+        offload = {
+            "flag": in_ram.flag,
+            "weight_bytes": in_ram.weight_bytes,
+            "layers": in_ram.waits,
+            "batch_tokens": in_ram.batch_tokens,
+            "ram_bytes": in_ram.host.ram_bytes,
+            "ram_bandwidth": in_ram.host.ram_bandwidth,
+            "pcie_bandwidth": in_ram.host.pcie_bandwidth,
+        }
     relaxations = [asdict(change) for change in plan.relaxations]
     operators = plan.decode.operators if plan.decode else ()
-    predicted = None if plan.predicted is None else _prediction_dict(plan.predicted)
+    predicted = plan.predicted and means_as_dict(plan.predicted)
+    if plan.predicted is not None and predicted is not None:
+        # The error that deployments like it had.
+        error: dict[str, Any] = {"note": "unknown", "rows": 0}
+        if (band := plan.predicted.band) is not None:
+            error = {"note": band.alike, "rows": band.num_rows}
+            error |= {name: list(getattr(band, name)) for name in MEASURES}
+        predicted["error"] = error
     return {
         "gpu": device.name,
         "gpu_memory_bytes": device.memory_bytes,
@@ -190,12 +218,9 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
         "gpu_kind": device.kind,
         "gpu_hour_price": None if plan.price is None else asdict(plan.price),
         "engine": plan.engine,
-        "tp": plan.deployment.tp,
-        "pp": plan.deployment.pp,
-        "ep": plan.deployment.ep,
-        "attention_dp": plan.deployment.attention_dp,
+        **asdict(plan.deployment.parallel),
         "fits": plan.fits,
-        **_offload_dict(plan.deployment),
+        **({} if offload is None else {"offload": offload}),
         "gpus_needed": plan.gpus_needed,
         "max_concurrent_sequences": plan.max_concurrent_sequences,
         "max_context": plan.max_context,
@@ -241,22 +266,6 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
     }
 
 
-def _offload_dict(deployment: Deployment) -> dict[str, Any]:
-    """Weights in RAM, where a plan has them: bytes and bytes per second."""
-    if (offload := deployment.offload) is None:
-        return {}
-    values = {
-        "flag": offload.flag,
-        "weight_bytes": offload.weight_bytes,
-        "layers": offload.waits,
-        "batch_tokens": offload.batch_tokens,
-        "ram_bytes": offload.host.ram_bytes,
-        "ram_bandwidth": offload.host.ram_bandwidth,
-        "pcie_bandwidth": offload.host.pcie_bandwidth,
-    }
-    return {"offload": values}
-
-
 def load_as_dict(plan: LoadPlan) -> dict[str, Any]:
     """A device under load. `throughput_tokens_per_s` is output; TTFT counts from the arrival."""
     load, result, searched = plan.load, plan.result, plan.searched
@@ -292,20 +301,14 @@ def load_as_dict(plan: LoadPlan) -> dict[str, Any]:
     }
 
 
-def _prediction_dict(predicted: Prediction) -> dict[str, Any]:
-    """Means under the load, and the error that deployments like it had. Where the load is not kept, the TTFT
-    grows without end and is null."""
-    error: dict[str, Any] = {"note": "unknown", "rows": 0}
-    if (band := predicted.band) is not None:
-        error = {"note": band.alike, "rows": band.num_rows}
-        error |= {name: list(getattr(band, name)) for name in MEASURES}
+def means_as_dict(predicted: Prediction) -> dict[str, Any]:
+    """Means under a load. Where the load is not kept, the TTFT grows without end and is null."""
     ttft = predicted.ttft_seconds
     return {
         "clients": round(predicted.clients, 2),
         "ttft_ms": round(1e3 * ttft, 3) if isfinite(ttft) else None,
         "tpot_ms": round(1e3 * predicted.tpot_seconds, 3),
         "throughput_tokens_per_s": round(predicted.throughput, 2),
-        "error": error,
     }
 
 

@@ -22,17 +22,17 @@ from ..base.units import parse_bytes, parse_size, parse_tokens, required_slo
 from ..config.config import EngineConfig
 from ..config.plan_options import PlanRequest
 from .cache_size import DEFAULT_BLOCK_SIZE, kv_dtype
-from .catalog import PlannedModel, find_model
+from .catalog import PlannedModel, find_model, stored_quantization_of
 from .devices import Device, choose_devices, counted_name, find_device
 from .engine_rules import engine_rule
-from .fleet import Fleet, least_fleets
 from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths, image_load
+from .load_plan import Fleet, least_fleets
 from .offload import ENGINES, Host, parse_host
 from .own_runs import MeasuredRun, lost_models, own_rows, read_runs, sent_in, together
 from .plan import DeploymentPlan, make_plan, solvers_on
 from .setup import PlannedWorkload, Prices, Setup, Speculation
 from .solver import RANKS
-from .stored_quantization import stored_quantization_of
+from .step_model import check_counts
 from .weights import RECIPES, UNQUANTIZED_BYTES, WeightRecipe, chosen_group, recipe_for
 
 
@@ -200,9 +200,7 @@ def _load(ask: PlanRequest) -> PlannedLoad | None:
         return None
     if ask.output_tokens is None:
         raise BadInput(f"--input-len {ask.input_len}: give --output-len too")
-    for name, value in (("--input-len", ask.input_len), ("--output-len", ask.output_tokens)):
-        if value < 1:
-            raise BadInput(f"{name} {value}: at least 1 is needed")
+    check_counts(input_len=ask.input_len, output_len=ask.output_tokens)
     return _asked(ask, ((ask.input_len, ask.output_tokens),))
 
 

@@ -6,6 +6,7 @@ Speculation follows Leviathan et al. (2023).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Self
@@ -22,11 +23,11 @@ from .cache_size import (
 )
 from .devices import Device, HourPrice
 from .engine_rules import engine_rule
-from .load import ImageLoad, PlannedLoad
+from .load import ImageLoad, PlannedLoad, check_prefix_share
 from .memory import GIB, Reserve
 from .offload import Host
 from .speed import Efficiency
-from .step_model import generation
+from .step_model import check_counts, generation
 from .step_parameters import OwnRows
 from .weights import UNQUANTIZED_BYTES, ExpertPadding, WeightRecipe
 
@@ -59,8 +60,7 @@ class Speculation:
     draft_cost: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.draft_tokens < 1:
-            raise BadInput(f"--draft-tokens {self.draft_tokens}: at least 1 is needed")
+        check_counts(draft_tokens=self.draft_tokens)
         if not 0 <= self.acceptance <= 1:
             raise BadInput(f"--acceptance {self.acceptance}: a probability is needed")
         if not self.draft_cost >= 0:
@@ -75,14 +75,11 @@ class Speculation:
                 f"--acceptance-length {length:g}: a step of --draft-tokens {draft_tokens} gives 1 to "
                 f"{draft_tokens + 1} tokens"
             )
-        low, high = 0.0, 1.0
-        while high - low > 1e-6:
-            middle = (low + high) / 2
-            if cls(draft_tokens, middle).expected_tokens < length:
-                low = middle
-            else:
-                high = middle
-        return cls(draft_tokens, round(low, 4), draft_cost)
+        parts = 10**6
+        part = bisect_left(
+            range(parts), length, key=lambda n: cls(draft_tokens, n / parts).expected_tokens
+        )
+        return cls(draft_tokens, round(part / parts, 4), draft_cost)
 
     @property
     def expected_tokens(self) -> float:
@@ -205,16 +202,10 @@ class PlannedWorkload:
 
     def __post_init__(self) -> None:
         kv_dtype(self.kv_dtype)
-        for name, value in (("--ctx", self.context), ("--concurrency", self.sequences)):
-            if value < 1:
-                raise BadInput(f"{name} {value}: at least 1 is needed")
+        check_counts(ctx=self.context, concurrency=self.sequences)
         if self.block_size < 1:
             raise BadInput(f"--block-size {self.block_size}: at least 1 token is needed")
-        if not 0 <= self.prefix_share < 1:
-            raise BadInput(
-                f"--prefix-hit-rate {self.prefix_share}: a share of the prompt tokens, at least 0 and "
-                "below 1, is needed"
-            )
+        check_prefix_share(self.prefix_share)
         if self.output_tokens is not None and not 1 <= self.output_tokens < self.context:
             raise BadInput(
                 f"--output-tokens {self.output_tokens}: the context of {self.context} holds prompt and "
@@ -273,9 +264,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         engine_rule(self.engine)
-        for name in ("tp", "pp", "ep", "attention_dp"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise BadInput(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
+        check_counts(tp=self.tp, pp=self.pp, ep=self.ep, attention_dp=self.attention_dp)
 
     @property
     def has_free_sizes(self) -> bool:

@@ -88,6 +88,13 @@ class Loads(NamedTuple):
     rows: float
 
 
+def check_counts(**counts: int | None) -> None:
+    """Raises BadInput: a count, by the name of its option, is below 1."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise BadInput(f"--{name.replace('_', '-')} {count}: at least 1 is needed")
+
+
 @dataclass(frozen=True, slots=True)
 class Parallelism:
     """Ranks of a deployment: the attention is split over `tp` and repeated `attention_dp` times, the experts
@@ -99,9 +106,7 @@ class Parallelism:
     attention_dp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "ep", "attention_dp"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
+        check_counts(tp=self.tp, pp=self.pp, ep=self.ep, attention_dp=self.attention_dp)
         if (self.tp * self.attention_dp) % self.ep:
             raise BadInput(
                 f"--ep {self.ep} does not divide the {self.tp * self.attention_dp} ranks of a stage"

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 from llmopt.engine.deploy.deploy_files import deploy_files
 from llmopt.engine.deploy.deployment import DeployChoices, ServerDeployment, deployment_for
+from llmopt.engine.planner.catalog import StoredQuantization
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
-from llmopt.engine.planner.stored_quantization import StoredQuantization
 
 OURS: dict[str, Any] = {"engine": "llmopt", "image": "registry.example/llmopt:1"}
 OTHERS: dict[str, Any] = {"key_secret": None}

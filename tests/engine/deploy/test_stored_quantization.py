@@ -12,9 +12,8 @@ from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
 from llmopt.engine.config.plan_options import PlanRequest
 from llmopt.engine.deploy.quantization_words import SGLANG_METHODS, VLLM_METHODS
-from llmopt.engine.planner.catalog import find_model
+from llmopt.engine.planner.catalog import StoredQuantization, find_model, stored_quantization_of
 from llmopt.engine.planner.plan_request import plan_for
-from llmopt.engine.planner.stored_quantization import StoredQuantization, stored_quantization_of
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.formats.modelopt import ALGORITHMS, MIXED, ModelOptFormat, hf_quant_config
 from llmopt.recipes import MODELS

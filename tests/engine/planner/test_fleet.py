@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from llmopt.engine.planner import load_plan
-from llmopt.engine.planner.fleet import SIMULATED_KINDS, SIMULATIONS
+from llmopt.engine.planner.load_plan import SIMULATED_KINDS, SIMULATIONS
 
 from ...support.plan_command import answer, call
 
