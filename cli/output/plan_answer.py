@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from ...engine.base.units import format_gib, format_tokens
-from .console import facts_table
+from .console import facts_table, table_of
 
 if TYPE_CHECKING:
     from ...engine.planner.answer import Answer, FormatSpeed
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from ...engine.planner.memory import Deployment
     from ...engine.planner.plan import DeploymentPlan, DevicePlan
 
+NARROW: dict[str, Any] = {"padding": (0, 1, 0, 0), "pad_edge": False}
 SMALL_GPU_BYTES = 50 * 2**30
 """Memory below which a GPU is one that people own, and for which weights in RAM are worth a word."""
 
@@ -212,19 +212,16 @@ def loads_table(plan: DeploymentPlan, wide: bool) -> Table:
     load = plan.workload.load
     assert load is not None
     by_rate = load.load.rate is not None if load.slo is None else load.slo.by == "rate"
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("GPU", no_wrap=True)
-    names = ["GPUs", "requests\n/s" if by_rate else "clients", "TTFT ms\np50 / p99"]
+    names = ["GPU", "GPUs", "requests\n/s" if by_rate else "clients", "TTFT ms\np50 / p99"]
     names += ["TPOT ms\np50 / p99", "output\ntok/s"]
     priced = any(device.dollars_per_million is not None for device in plan.devices)
     names += ["$\n/M tokens"] if priced else ["GPU hours\n/M tokens"]
     names += ["E2E s\np50 / p99", "preemptions"] if wide else []
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of(names, no_wrap=range(9), **NARROW)
     for device in plan.devices:
-        cells = _cells(device, priced, by_rate)
         kept = device.load is not None and device.load.keeps_slo
-        table.add_row(*cells[: 1 + len(names)], style=None if kept else "dim")
+        cells = _cells(device, priced, by_rate)[: len(names)]
+        table.add_row(*cells, style=None if kept else "dim")
     table.caption, table.caption_justify = Text(_caption(load), style="dim"), "left"
     return table
 

@@ -14,9 +14,8 @@ from ...engine.planner.cache_size import kv_dtype
 from ...engine.planner.explain import explain, kv_line
 from ...engine.planner.probed_shape import ProbedShape
 from ...engine.planner.weights import weight_bytes
-from ...engine.probe.facts import PARTS
 from .console import emit_json, facts_table, table_of
-from .plan_answer import answer_lines, counted, loads_table, rate
+from .plan_answer import NARROW, answer_lines, counted, loads_table, rate
 
 if TYPE_CHECKING:
     from ...engine.planner.answer import Answer
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from ...engine.planner.plan import DeploymentPlan, DevicePlan
     from ...quant.families.shapes import ModelShape
 
-NARROW: dict[str, Any] = {"padding": (0, 1, 0, 0), "pad_edge": False}
 WIDE = 110
 BAR_CELLS = 24
 # Segments of the memory bar: character, colour, meaning.
@@ -115,7 +113,8 @@ def _facts(plan: DeploymentPlan) -> Table:
     if isinstance(shape, ProbedShape):
         row("sizes", f"{model.how}: parameters and cache as its module has them")
     row("shape", _shape_line(shape))
-    row("parameters", parameters, *_parts(shape))
+    parts = ", ".join(f"{part} {size:,}" for part, size in model.parts.items())
+    row("parameters", parameters, *([parts] if [*model.parts] != ["text"] else []))
     total_bytes, weights = _weights(plan)
     row("weights", *weights)
     row(
@@ -174,16 +173,6 @@ def _kv_of_one(plan: DeploymentPlan, device: DevicePlan) -> int:
     element = kv_dtype(work.kv_dtype).bytes_per_element(plan.model.shape)
     knobs = deployment.knobs(device.reserve)
     return deployment.engine.kv_bytes(plan.model.shape, work.context, element, knobs)
-
-
-def _parts(shape: ModelShape) -> list[str]:
-    """Parameters of text model, vision tower and projector, if there is more than text."""
-    if not isinstance(shape, ProbedShape):
-        return []
-    sizes = {part: shape.measured.num_parameters(part) for part in PARTS}
-    if sizes["text"] == shape.num_parameters:
-        return []
-    return [", ".join(f"{part} {size:,}" for part, size in sizes.items() if size)]
 
 
 def _shape_line(shape: ModelShape) -> str:

@@ -43,12 +43,10 @@ from ...quant.model.checkpoint import (
 )
 from ...recipes import MODELS as BUNDLED
 from ..base.units import format_gib
-from ..probe.facts import ProbedModel
+from ..probe.facts import PARTS, ProbedModel
 from .probed_shape import ProbedShape
 from .stored_recipe import stored_quantization, stored_recipe
 from .weights import BF16, UNQUANTIZED_BYTES, WeightRecipe, mean_recipe, recipe_for
-
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 def stored_weight_bytes(folder: Path) -> int | None:
@@ -62,14 +60,10 @@ def stored_weight_bytes(folder: Path) -> int | None:
 
 
 def _tensor_bytes(path: Path) -> int:
+    from ...quant.kinds.base.raw import read_headers
+
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError("its header has no sensible length")
-            header = json.loads(file.read(length))
-        spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-        return sum(stop - start for start, stop in spans)
+        return sum(entry.nbytes for entry in read_headers([path]).values())
     except FileNotFoundError as error:
         raise BadInput(f"{path} is missing: the checkpoint is incomplete") from error
     except (OSError, struct.error, ValueError, KeyError, TypeError) as error:
@@ -100,6 +94,14 @@ class PlannedModel:
             version = self.shape.measured.transformers_version
             return f"probe of transformers {version}" if version else "its published layers"
         return "table"
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Parameters of the text model, the vision tower and the projector, where there are any."""
+        if not isinstance(self.shape, ProbedShape):
+            return {"text": self.shape.num_parameters}
+        sizes = {part: self.shape.measured.num_parameters(part) for part in PARTS}
+        return {part: size for part, size in sizes.items() if size}
 
     @property
     def plain_bytes(self) -> int:

@@ -27,7 +27,7 @@ without prefix caching of states: one page per sequence and state layer.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -160,7 +160,9 @@ def _paged(
     elif not any(window for _, window in paged):
         whole = sum(size * count for (size, _), count in paged.items())
         return ceil(rest + whole * round_up(tokens, block))
-    group = _pool_group(size for size in (*paged.values(), len(states)) if size)
+    # Layers of a pool: smaller classes are padded to the largest, unless it is 1.5 times the smallest.
+    counts = [size for size in (*paged.values(), len(states)) if size]
+    group = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
     pages = ceil(len(states) / group)
     for (size, window), count in paged.items():
         # A narrower layer keeps more tokens in a page of the same size.
@@ -173,12 +175,6 @@ def _paged(
 
 
 _sglang = partial(_paged, narrows=False)
-
-
-def _pool_group(counts: Iterable[int]) -> int:
-    """Layers of a pool: smaller classes are padded to the largest, unless it is 1.5 times the smallest."""
-    sizes = sorted(counts)
-    return sizes[-1] if sizes[-1] < 1.5 * sizes[0] else sizes[0]
 
 
 def _vllm_entry(tensor: CachedTensor, element: Element) -> Fraction | int:

@@ -161,15 +161,11 @@ class Expectation:
     deployment: Deployment
     device: Device
     steps: StepModel
-    measured: Efficiency | None = None
-    own: OwnRows | None = None
-    speculation: Speculation | None = None
+    setup: Setup
 
     @classmethod
     def of(cls, deployment: Deployment, device: Device, model: str, setup: Setup) -> Expectation:
-        steps = step_model(deployment, device, setup, model)
-        own = own_of(device, setup)
-        return cls(deployment, device, steps, setup.measured, own, setup.speculation)
+        return cls(deployment, device, step_model(deployment, device, setup, model), setup)
 
     @property
     def clock(self) -> TimesSteps:
@@ -180,18 +176,18 @@ class Expectation:
             recipe=replace(self.steps.recipe, stored_bytes=None),
             device=replace(self.device, memory_bytes=0),
         )
-        return steps if self.speculation is None else SpeculativeSteps(steps, self.speculation)
+        draft = self.setup.speculation
+        return steps if draft is None else SpeculativeSteps(steps, draft)
 
     @property
     def efficiency(self) -> Efficiency:
-        return self.measured or fitted_efficiency(self.steps.parameters.values)
+        return self.setup.measured or fitted_efficiency(self.steps.parameters.values)
 
     def decode(self, sequences: int, context: int, tokens_per_sequence: int = 1) -> StepTime:
         """Time of a decode step; with several tokens per sequence, of one that verifies draft tokens."""
-        if self.measured is not None:
-            return decode_time(
-                self.deployment, self.device, sequences, context, self.measured, tokens_per_sequence
-            )
+        if (shares := self.setup.measured) is not None:
+            work = sequences, context, shares, tokens_per_sequence
+            return decode_time(self.deployment, self.device, *work)
         micro_batch = -(-sequences // self.deployment.pp)
         work = StepWork(micro_batch * tokens_per_sequence, micro_batch * context)
         return self._step_time(work, 0.0)
@@ -199,8 +195,8 @@ class Expectation:
     def prefill(self, prompt: int, reserve: Reserve, cached: int = 0) -> StepTime:
         """TTFT of one prompt on an idle engine whose prefix cache holds `cached` of its tokens."""
         computed = prompt - cached
-        if self.measured is not None:
-            return prefill_time(self.deployment, self.device, computed, reserve, self.measured)
+        if (shares := self.setup.measured) is not None:
+            return prefill_time(self.deployment, self.device, computed, reserve, shares)
         return self._step_time(StepWork.of(0, 0, computed, cached), self.floor(prompt, cached))
 
     def floor(self, prompt: int, cached: int = 0) -> float:
@@ -211,7 +207,7 @@ class Expectation:
     def loaded(self, loop: Loop, at_once: bool = True) -> Prediction:
         """Prediction for a closed loop, of which the cache holds one sequence at least."""
         loop = loop._replace(resident=max(1, loop.resident))
-        means = steady_state(self.steps, loop, speculation=self.speculation, at_once=at_once)
+        means = steady_state(self.steps, loop, speculation=self.setup.speculation, at_once=at_once)
         return replace(means, band=self.band(loop.concurrency))
 
     def loaded_by(self, work: PlannedWorkload, clients: int, resident: int) -> Prediction:
@@ -223,11 +219,10 @@ class Expectation:
         if self.deployment.offload is not None:
             return offload_band(self.deployment.offload)
         # On a CPU the bands are of plans that take the shares of a run; on a GPU, of fitted ones.
-        is_alike = (self.device.kind == "cpu") == (self.measured is not None)
-        if self.own is None:
-            return error_band(self.likeness(clients)) if is_alike else None
-        known = error_band(self.likeness(clients)) if is_alike else unlike_band()
-        return narrowed_band(self.own, known or unlike_band())
+        is_alike = (self.device.kind == "cpu") == (self.setup.measured is not None)
+        known = error_band(self.likeness(clients)) if is_alike else None
+        own = own_of(self.device, self.setup)
+        return known if own is None else narrowed_band(own, known or unlike_band())
 
     def likeness(self, clients: float) -> Likeness:
         """Properties that its error depends on. Its model is known where the fit had rows of it."""

@@ -42,11 +42,10 @@ def explain(plan: DeploymentPlan) -> list[Formula]:
 
 def _weights(plan: DeploymentPlan) -> Iterator[Formula]:
     shape, recipe = plan.model.shape, plan.recipe
+    sizes = recipe.bytes_by_role(shape.tensors())
     elements: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
     for tensor in shape.tensors():
         elements[tensor.role] += tensor.num_elements * tensor.count
-        sizes[tensor.role] += recipe.tensor_bytes(tensor) * tensor.count
     yield Formula(
         "parameters",
         "sum over the tensors, tied ones once",

@@ -17,7 +17,7 @@ from typing import Any
 from ...base.errors import BadInput
 from ..base.units import PRECISION, SloResult, highest_near
 from ..scheduling.scheduler_config import SchedulerConfig
-from .devices import Device
+from .devices import Device, HourPrice
 from .expected import Loop
 from .load import Load, LoadResult, Prediction, Slo
 from .memory import Deployment
@@ -295,7 +295,7 @@ class Fleet:
     deployment: Deployment
     replicas: int
     kept_rate: float
-    dollars_per_hour: float | None
+    price: HourPrice | None
     simulated: LoadPlan | None = None
 
     @property
@@ -307,11 +307,9 @@ class Fleet:
         price = inf if self.dollars_per_hour is None else self.dollars_per_hour
         return self.gpus, price, self.replicas
 
-    def resized(self, replicas: int, simulated: LoadPlan | None) -> Fleet:
-        price = self.dollars_per_hour
-        if price is not None:
-            price *= replicas / self.replicas
-        return replace(self, replicas=replicas, dollars_per_hour=price, simulated=simulated)
+    @property
+    def dollars_per_hour(self) -> float | None:
+        return None if self.price is None else self.price.dollars * self.gpus
 
 
 def least_fleets(solvers: Sequence[Solver], rate: float) -> list[Fleet]:
@@ -355,8 +353,7 @@ def _near(
     if kept is None or (replicas := ceil(rate / kept)) * deployment.gpus > MOST_GPUS:
         return None
     price = solver.setup.price_of(solver.device)
-    dollars = None if price is None else price.dollars * replicas * deployment.gpus
-    return Fleet(solver.device, deployment, replicas, kept, dollars)
+    return Fleet(solver.device, deployment, replicas, kept, price)
 
 
 def _simulated(planners: dict[str, LoadPlanner], fleets: list[Fleet], rate: float) -> list[Fleet]:
@@ -371,7 +368,7 @@ def _simulated(planners: dict[str, LoadPlanner], fleets: list[Fleet], rate: floa
         fleets[0] = _with_least_replicas(planners[first.device.name], first, rate)
         ratio = max(ratio, fleets[0].replicas / first.replicas)
     scaled = [
-        fleet if fleet.simulated else fleet.resized(ceil(ratio * fleet.replicas), None)
+        fleet if fleet.simulated else replace(fleet, replicas=ceil(ratio * fleet.replicas))
         for fleet in fleets
     ]
     return sorted(scaled, key=lambda fleet: (fleet.simulated is None, *fleet.order))
@@ -383,7 +380,7 @@ def _with_least_replicas(planner: LoadPlanner, fleet: Fleet, rate: float) -> Fle
     for _ in range(SIMULATIONS):
         plan = planner.at_rate(fleet.deployment, rate / replicas)
         if planner.keeps(plan):
-            fleet = fleet.resized(replicas, plan)
+            fleet = replace(fleet, replicas=replicas, simulated=plan)
             another = (fails + replicas) // 2 if fails else replicas - ceil(replicas / 10)
         else:
             fails = replicas
@@ -391,4 +388,4 @@ def _with_least_replicas(planner: LoadPlanner, fleet: Fleet, rate: float) -> Fle
         if not another or (fleet.simulated and another in (fails, fleet.replicas)):
             return fleet
         replicas = another
-    return fleet if fleet.simulated else fleet.resized(replicas, None)
+    return fleet if fleet.simulated else replace(fleet, replicas=replicas)

@@ -151,15 +151,15 @@ class _Sizes:
     @classmethod
     def of(cls, shape: ModelShape, recipe: WeightRecipe) -> _Sizes:
         parts = {"experts": 0, "layers": 0, "head": 0, "embedding": 0}
-        for tensor in shape.tensors():
+        for role, size in recipe.bytes_by_role(shape.tensors()).items():
             part = "layers"
-            if tensor.role.startswith("expert"):
+            if role.startswith("expert"):
                 part = "experts"
-            elif tensor.role == "head" or (tensor.role == "embedding" and shape.tied):
+            elif role == "head" or (role == "embedding" and shape.tied):
                 part = "head"
-            elif tensor.role in ("embedding", "position"):
+            elif role in ("embedding", "position"):
                 part = "embedding"
-            parts[part] += recipe.tensor_bytes(tensor) * tensor.count
+            parts[part] += size
         if recipe.stored_bytes:
             scale = recipe.stored_bytes / sum(parts.values())
             parts = {part: round(scale * size) for part, size in parts.items()}

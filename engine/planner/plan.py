@@ -122,8 +122,8 @@ class DeploymentPlan:
     recipe: WeightRecipe
     workload: PlannedWorkload
     setup: Setup
-    devices: tuple[DevicePlan, ...]
-    warnings: tuple[str, ...]
+    devices: tuple[DevicePlan, ...] = ()
+    warnings: tuple[str, ...] = ()
     fleets: tuple[Fleet, ...] = ()
 
     @property
@@ -137,7 +137,15 @@ class DeploymentPlan:
     def solvers(
         self, devices: Sequence[Device], recipe: WeightRecipe | None = None
     ) -> list[Solver]:
-        return solvers_on(devices, self.model, recipe or self.recipe, self.workload, self.setup)
+        """A solver for each device, with the weights as the engine holds them there."""
+        shared: dict[Any, Deployment | None] = {}
+        model, recipe, planned = self.model, recipe or self.recipe, (self.workload, self.setup)
+        return [
+            Solver(
+                model, self.setup.run_recipe(recipe, model.shape, device), *planned, device, shared
+            )
+            for device in devices
+        ]
 
     @property
     def efficiency(self) -> Efficiency:
@@ -166,13 +174,14 @@ def make_plan(
             raise BadInput(f"kv_budget is an option of llmopt's engine, not of {setup.engine}")
         if setup.speculation is not None:
             raise BadInput("--draft-tokens: draft tokens and a kv_budget do not go together")
-    solvers = solvers_on(devices, model, recipe, workload, setup)
-    plans = [_on_device(solver) for solver in solvers]
+    planned = DeploymentPlan(model, recipe, workload, setup)
+    plans = [_on_device(solver) for solver in planned.solvers(devices)]
     setups = [setup]
     if beside is not None:
         second = replace(setup, engine=beside, engine_version="")
         setups.append(second)
-        solvers = solvers_on(devices, model, recipe, replace(workload, load=None), second)
+        without_load = replace(planned, workload=replace(workload, load=None), setup=second)
+        solvers = without_load.solvers(devices)
         for index, (plan, solver) in enumerate(zip(plans, solvers, strict=True)):
             if plan.device.kind == "cpu":
                 continue
@@ -183,21 +192,7 @@ def make_plan(
     if ranked:
         plans.sort(key=_rank)
     warnings = tuple(_warnings(model, workload, setups, plans))
-    return DeploymentPlan(model, recipe, workload, setup, tuple(plans), warnings)
-
-
-def solvers_on(
-    devices: Sequence[Device],
-    model: PlannedModel,
-    recipe: WeightRecipe,
-    workload: PlannedWorkload,
-    setup: Setup,
-) -> list[Solver]:
-    """A solver for each device, with the weights as the engine holds them there."""
-    shared: dict[Any, Deployment | None] = {}
-    runs = (setup.run_recipe(recipe, model.shape, device) for device in devices)
-    planned = zip(runs, devices, strict=True)
-    return [Solver(model, run, workload, setup, device, shared) for run, device in planned]
+    return replace(planned, devices=tuple(plans), warnings=warnings)
 
 
 def _rank(plan: DevicePlan) -> tuple[bool, bool, bool, float, float]:
@@ -263,7 +258,7 @@ def _times(
 ) -> dict[str, Any]:
     """The times of a `DevicePlan`, by its fields."""
     expected, workload, device = solver.expected(deployment), solver.workload, solver.device
-    draft = expected.speculation
+    draft = solver.setup.speculation
     count, held_tokens, context = workload.sequences, workload.held_tokens, workload.context
     decode, cached = expected.decode(count, held_tokens), int(workload.prefix_share * context)
     times: dict[str, Any] = {

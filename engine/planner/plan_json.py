@@ -10,7 +10,6 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ...quant.model.checkpoint import check_kinds, read_json
-from ..probe.facts import PARTS
 from .cache_size import kv_dtype
 from .catalog import PlannedModel
 from .devices import Device
@@ -64,11 +63,7 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
     full = shape.without_windows()
     count, context, block = work.sequences, work.context, work.block_size
     stages = [stage.cache.kv_bytes(context, element) for stage in first.deployment.stages]
-    by_part, indexer_elements = {"text": shape.num_parameters}, 0
-    if isinstance(shape, ProbedShape):
-        sizes = {part: shape.measured.num_parameters(part) for part in PARTS}
-        by_part = {part: size for part, size in sizes.items() if size}
-        indexer_elements = shape.indexer_elements
+    indexer_elements = shape.indexer_elements if isinstance(shape, ProbedShape) else 0
     slo, evicted = work.load and work.load.slo, first.evicted
     return {
         "schema": SCHEMA,
@@ -80,7 +75,7 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
         "model_type": shape.family,
         "param_count": shape.num_parameters,
         "active_param_count": shape.num_active_parameters,
-        "param_count_by_part": by_part,
+        "param_count_by_part": plan.model.parts,
         "max_model_context": shape.max_context,
         "weights": plan.recipe.label,
         "weight_bytes": plan.weight_bytes,

@@ -29,7 +29,7 @@ from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths, image_load
 from .load_plan import Fleet, least_fleets
 from .offload import ENGINES, Host, parse_host
 from .own_runs import MeasuredRun, lost_models, own_rows, read_runs, sent_in, together
-from .plan import DeploymentPlan, make_plan, solvers_on
+from .plan import DeploymentPlan, make_plan
 from .setup import PlannedWorkload, Prices, Setup, Speculation
 from .solver import RANKS
 from .step_model import check_counts
@@ -103,7 +103,7 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
     ranked = any(name.lower() == "all" for name in ask.gpus)
     fleets: list[Fleet] = []
     if ask.target_request_rate is not None:
-        solvers = solvers_on(devices, model, recipe, workload, setup)
+        solvers = DeploymentPlan(model, recipe, workload, setup).solvers(devices)
         fleets = least_fleets(solvers, ask.target_request_rate)
         best, beside = fleets[0], None
         devices = [best.device]

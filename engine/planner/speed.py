@@ -7,11 +7,12 @@ roofs that one machine reached; `expected` has the times of a fitted step model.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from ...quant.families.shapes import ModelShape
+from ...quant.families.shapes import ModelShape, Role
 from .devices import Device
 from .memory import Deployment, Reserve
 from .step_model import ACTIVATION_BYTES
@@ -42,15 +43,11 @@ def streamed_weight_bytes(
     read = weight_bytes - shape.looked_up_elements * unquantized_bytes
     if shape.experts is None:
         return read
-    expert = linear = other = 0
+    elements: Counter[Role] = Counter()
     for tensor in shape.tensors():
-        elements = tensor.num_elements * tensor.count
-        if tensor.role == "expert":
-            expert += elements
-        elif tensor.role == "linear":
-            linear += elements
-        else:
-            other += elements
+        elements[tensor.role] += tensor.num_elements * tensor.count
+    expert, linear = elements["expert"], elements["linear"]
+    other = elements.total() - expert - linear
     expert_bytes = (weight_bytes - other * unquantized_bytes) * expert / (expert + linear)
     idle = 1 - shape.experts.expected_distinct(num_tokens) / shape.experts.count
     return read - expert_bytes * idle

@@ -131,7 +131,13 @@ class WeightRecipe:
         return self.plain_bytes if self.embedding_bits >= 16 else float(self.embedding_bits) / 8
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
-        return sum(self.tensor_bytes(tensor) * tensor.count for tensor in tensors)
+        return self.bytes_by_role(tensors).total()
+
+    def bytes_by_role(self, tensors: Iterable[Tensor]) -> Counter[Role]:
+        sizes: Counter[Role] = Counter()
+        for tensor in tensors:
+            sizes[tensor.role] += self.tensor_bytes(tensor) * tensor.count
+        return sizes
 
 
 BF16 = WeightRecipe("bf16", 16)
