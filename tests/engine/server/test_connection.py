@@ -17,6 +17,7 @@ import pytest
 from llmopt.engine.server.endpoints import page
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.engine.server.requests import connection
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...support.live_server import (
     RunningServer,
@@ -189,9 +190,19 @@ def test_a_key_waits_for_its_own_requests_alone(
     assert keys_logged() == ["api-key-2", "api-key-1"]
 
 
-def test_a_request_begins_between_those_of_another_key(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_begins_between_those_of_another_key(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last of 41 requests that come in one turn of the event loop has another key than the others."""
     caplog.set_level("INFO", logger="llmopt")
+    parsed: list[bytes] = []
+    parse = H11Protocol.data_received
+
+    def recorded(self: H11Protocol, data: bytes) -> None:
+        parsed.append(data)
+        parse(self, data)
+
+    monkeypatch.setattr(H11Protocol, "data_received", recorded)
     with ExitStack() as stack:
         options = ServerOptions(api_keys=("sesame", "rosebud"))
         server = stack.enter_context(running(make_engine("stories260K"), options))
@@ -218,6 +229,46 @@ def test_a_request_begins_between_those_of_another_key(caplog: pytest.LogCapture
 
         eventually(lambda: len(keys_logged()) == 41)
     assert keys_logged().index("api-key-2") < 20
+    assert len(parsed) == 41 and b"rosebud" in b"".join(parsed[:20])
+
+
+def test_a_head_that_waits_when_the_server_stops_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting = threading.Event()
+    protocols: list[connection.BoundedConnection] = []
+
+    def never_parsed(self: connection.BoundedConnection, client: tuple[str, bytes]) -> None:
+        protocols.extend(protocol for protocol, _ in self.heads[client])
+        waiting.set()
+
+    monkeypatch.setattr(connection.BoundedConnection, "_parse_waiting", never_parsed)
+    with running(make_engine("stories260K"), OPTIONS) as server:
+        address = urlsplit(server.url)
+        request = head("Authorization: Bearer sesame", request="GET /v1/models HTTP/1.1")
+        with ExitStack() as stack:
+            clients = [
+                stack.enter_context(socket.create_connection((address.hostname, address.port)))
+                for _ in range(2)
+            ]
+            is_held, may_go_on = threading.Event(), threading.Event()
+
+            def hold() -> None:
+                is_held.set()
+                may_go_on.wait(60)
+
+            server.loop._event_loop.call_soon_threadsafe(hold)
+            assert is_held.wait(60)
+            for client in clients:
+                client.sendall(request)
+            may_go_on.set()
+            assert waiting.wait(60)
+            (protocol,) = protocols
+            server.loop._event_loop.call_soon_threadsafe(protocol.shutdown)
+            assert sorted(client.recv(12) for client in clients) == [
+                b"HTTP/1.1 200",
+                b"HTTP/1.1 503",
+            ]
 
 
 def test_a_key_that_runs_in_all_places_gives_one_to_another_key() -> None:
