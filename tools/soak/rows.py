@@ -244,7 +244,10 @@ async def _attack_and_end(
 
 
 async def _warm_up(target: Target, row: Row) -> None:
-    """Load what a server loads for its first completion and its first schema: no attack is that."""
+    """Load what a server loads for its first completion and its first schema, and touch the KV cache by an
+    ordinary load: no attack is that."""
+    load = {**COMPLETION, "temperature": 1.0, "max_tokens": 100}
+    await asyncio.gather(*(target.post("/v1/completions", load) for _ in range(64)))
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for path, body in (("/v1/completions", by_schema(schema)), row.probe):
         await target.post(path, body)
