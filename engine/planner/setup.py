@@ -326,10 +326,12 @@ class Setup:
                 self.kv_cache_bytes,
             )
         budget = KvCacheBudget.on_cpu(max(0, device.memory_bytes - weight_bytes))
-        sequences = self.max_num_seqs or DEFAULT_MAX_NUM_SEQS["cpu"]
+        sequences, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        sequences = DEFAULT_MAX_NUM_SEQS["cpu"] if sequences is None else sequences
+        usual = max(DEFAULT_MAX_NUM_BATCHED_TOKENS["cpu"], sequences)
         return Reserve(
             1.0 if self.utilization is None else self.utilization,
-            self.max_num_batched_tokens or max(DEFAULT_MAX_NUM_BATCHED_TOKENS["cpu"], sequences),
+            usual if tokens is None else tokens,
             sequences,
             budget.num_bytes if self.kv_cache_bytes is None else self.kv_cache_bytes,
         )

@@ -218,6 +218,8 @@ def test_nothing_is_cut_off_at_80_columns(
         (["--weights", ""], "no weight format ''"),
         (["--output-tokens", "4096", "--ctx", "4k"], "--output-tokens 4096"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0"),
+        (["--max-num-seqs", "0", "--gpu", "cpu"], "--max-num-seqs 0"),
+        (["--max-num-batched-tokens", "0", "--gpu", "cpu"], "--max-num-batched-tokens 0"),
         (["--kv-dtype", "int2"], "no KV dtype 'int2'"),
         (["--weights", "int3"], "no weight format 'int3'"),
     ],
