@@ -90,7 +90,9 @@ class BoundedConnection(H11Protocol):
             limit = self.options.max_connections + RESERVED_CONNECTIONS
             if oldest is not self or self._num_open > limit:
                 self.refused.add(oldest)
-                oldest.transport.write(refusal(503, "too many connections", "too_many_connections"))
+                if not oldest._is_ending:  # else it has its refusal, and nothing can follow
+                    problem = "too many connections"
+                    oldest.transport.write(refusal(503, problem, "too_many_connections"))
                 oldest.transport.close()
                 oldest._count()
         if not transport.is_closing():
@@ -232,6 +234,8 @@ class BoundedConnection(H11Protocol):
         client = self._address, b"" if key_line is None else key_line[0]
         if client in self.heads:
             self._has_waiting_head = True
+            self._head_timer = _cancelled(self._head_timer)
+            self._unset_keepalive_if_required()
             self.heads[client].append((self, head))
         else:
             self.heads[client] = deque()
@@ -246,6 +250,7 @@ class BoundedConnection(H11Protocol):
             if not (connection._is_ending or connection.transport.is_closing()):
                 H11Protocol.data_received(connection, head)
                 connection.data_received(b"")  # go on with what has come after the head
+            connection._count()
         if heads:
             self.heads[client] = heads
             self.loop.call_soon(self._parse_waiting, client)

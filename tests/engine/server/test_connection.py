@@ -232,6 +232,36 @@ def test_a_request_begins_between_those_of_another_key(
     assert len(parsed) == 41 and b"rosebud" in b"".join(parsed[:20])
 
 
+def test_malformed_heads_of_a_burst_take_no_place_of_other_clients() -> None:
+    """While they wait for their clients to close they are the first to be closed for others."""
+    options = ServerOptions(max_connections=8, header_timeout_seconds=1)
+    with running(make_engine("stories260K"), options) as server, ExitStack() as stack:
+        address = urlsplit(server.url)
+
+        def connected() -> socket.socket:
+            return stack.enter_context(
+                socket.create_connection((address.hostname, address.port), timeout=60)
+            )
+
+        clients = [connected() for _ in range(8)]
+        is_held, may_go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            is_held.set()
+            may_go_on.wait(60)
+
+        server.loop._event_loop.call_soon_threadsafe(hold)
+        assert is_held.wait(60)
+        for client in clients:
+            client.sendall(b"GET /v1/models HTTP/1.1\r\nno colon\r\n\r\n")
+        may_go_on.set()
+        assert {client.recv(12) for client in clients} == {b"HTTP/1.1 400"}
+        idle = connected()
+        with server.http() as http:
+            assert http.get("/v1/models").status_code == 200
+        assert idle.recv(12) == b"HTTP/1.1 408"
+
+
 def test_a_head_that_waits_when_the_server_stops_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -264,6 +294,7 @@ def test_a_head_that_waits_when_the_server_stops_is_answered(
             may_go_on.set()
             assert waiting.wait(60)
             (protocol,) = protocols
+            assert protocol._head_timer is None  # the head is complete, however long it waits
             server.loop._event_loop.call_soon_threadsafe(protocol.shutdown)
             assert sorted(client.recv(12) for client in clients) == [
                 b"HTTP/1.1 200",
