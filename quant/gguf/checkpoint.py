@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ import numpy.typing as npt
 import torch
 
 from ...base.errors import BadInput
+from ..base.plain_tokenizer import processor_template
 from ..kinds.ggml.formats import BLOCKS_SUFFIX
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from ..kinds.ggml.tensor import GgufTensor, dequantize_blocks
 from ..model.checkpoint import TOKENIZER_FILES, Checkpoint, files_of
 from .architecture import ROPE_FACTORS, family_rules, from_gguf, permuted_heads, to_halves
 from .container import ALIGNMENT, TYPE_SIZES, GgufFile, TensorInfo
-from .keys import TOKENIZER, end_tokens, stored_sampling
+from .keys import TEMPLATE, TOKENIZER, end_tokens, stored_sampling, template_keys
 from .mix import file_type
 from .read_config import stored_config
 from .read_tokenizer import own_tokenizer
@@ -78,9 +80,19 @@ class GgufCheckpoint(Checkpoint):
             self.config["quantization_config"] = {"quant_method": "gguf", "types": types}
         self._heads = permuted_heads(self.config)
         self.shard_of = dict.fromkeys(self._infos, self.path.name)
+
+    @cached_property
+    def source_tokenizer(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self,
+    ) -> Mapping[str, Any] | None:
         keys = {k: v for k, v in self._file.metadata.items() if k.startswith("tokenizer.")}
-        if f"{TOKENIZER}.tokens" in keys or not (self.folder / "tokenizer.json").is_file():
-            self.source_tokenizer = keys
+        has_own = f"{TOKENIZER}.tokens" in keys
+        if (self.folder / "tokenizer.json").is_file() and (
+            not has_own or own_tokenizer(self._file) is None
+        ):
+            return None
+        has_template = any(name.startswith(TEMPLATE) for name in keys)
+        return keys if has_template else keys | template_keys(processor_template(self.folder))
 
     def generation_config(self) -> dict[str, Any]:
         """The file next to it, over the sampling of its keys."""

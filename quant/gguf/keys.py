@@ -8,6 +8,7 @@ src/llama-vocab.cpp.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -275,6 +276,15 @@ _ENDS: frozenset[str] = frozenset({
 })  # fmt: skip
 _WANTED = _ENDS.union(*_BY_TEXT.values())
 _CONTROL = 3  # the type of control tokens in llama.cpp
+
+
+def template_keys(template: str | Mapping[str, str] | None) -> dict[str, Any]:
+    """The keys of a chat template, or of several by their names."""
+    named = template if isinstance(template, Mapping) else {"default": template} if template else {}
+    others = {re.sub(r"[^A-Za-z0-9]", "_", n): text for n, text in named.items() if n != "default"}
+    keys: dict[str, Any] = {TEMPLATE: named["default"]} if "default" in named else {}
+    keys |= {f"{TEMPLATE}.{name}": text for name, text in others.items()}
+    return keys | ({f"{TEMPLATE}s": [*others]} if others else {})
 
 
 def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:

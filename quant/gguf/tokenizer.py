@@ -11,7 +11,6 @@ the one of the model's own tokenizer.json.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from ...base.errors import BadInput, first_line
 from ..base.plain_tokenizer import processor_template
 from ..model.checkpoint import read_json
-from .keys import TEMPLATE, end_keys
+from .keys import end_keys, template_keys
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
@@ -277,12 +276,7 @@ def _special_keys(folder: Path) -> dict[str, Any]:
         # A flag counts alone too, as in llama.cpp's converter (DeepSeek-R1-Distill-Qwen).
         is_set = settings.get(f"add_{name}_token") is True and ids[name] is not None
         keys[f"tokenizer.ggml.add_{name}_token"] = is_added or is_set
-    named = template if isinstance(template, dict) else {"default": template} if template else {}
-    others = {re.sub(r"[^A-Za-z0-9]", "_", n): text for n, text in named.items() if n != "default"}
-    if "default" in named:
-        keys[TEMPLATE] = named["default"]
-    keys |= {f"{TEMPLATE}.{name}": text for name, text in others.items()}
-    return keys | ({f"{TEMPLATE}s": [*others]} if others else {})
+    return keys | template_keys(template)
 
 
 def _token_type(text: str | None, added: Any, is_unknown: bool) -> int:

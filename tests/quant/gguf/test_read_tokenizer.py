@@ -264,6 +264,7 @@ def test_files_next_to_a_gguf_file_do_not_replace_its_tokenizer(tmp_path: Path) 
     tokens = "tokenizer.ggml.tokens"
     assert checkpoint.source_tokenizer is not None
     assert checkpoint.source_tokenizer[tokens] == GgufFile(path).metadata[tokens]
+    assert checkpoint.source_tokenizer[TEMPLATE] == "{{ 'stale' }}"  # a file made of it has it too
     file = GgufFile(path)
     named = {**file.metadata, TEMPLATE: "{{ 'own' }}"}
     assert load_tokenizer(written(folder, named).path).chat_template == "{{ 'own' }}"
