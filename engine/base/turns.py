@@ -34,7 +34,7 @@ class TurnReader:
             turns = with_one_system_turn(turns)
         return [
             {**turn, "tool_calls": [self._with_arguments(call) for call in calls]}
-            if (calls := turn.get("tool_calls"))
+            if isinstance(calls := turn.get("tool_calls"), list | tuple) and calls
             else turn
             for turn in turns
         ]
@@ -68,7 +68,11 @@ class TurnReader:
 
         return not are_read({"probe_key": 1}) and are_read('{"probe_key": 1}')
 
-    def _with_arguments(self, call: Mapping[str, Any]) -> Turn:
+    def _with_arguments(self, call: Any) -> Any:
+        if hasattr(call, "model_dump"):  # the OpenAI library's
+            call = call.model_dump()
+        if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
+            return call
         function = call.get("function", call)
         arguments = function.get("arguments") or "{}"
         if self._reads_texts:

@@ -10,8 +10,10 @@ import pytest
 from llmopt.base.errors import BadInput
 from llmopt.base.progress import ProgressUpdate
 from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.base.chat_template import render_chat
+from llmopt.engine.base.turns import TurnReader
 from llmopt.engine.server.endpoints.tokenization import Tokenization
-from llmopt.engine.server.protocol.chat_protocol import ChatRequest
+from llmopt.engine.server.protocol.chat_protocol import ChatRequest, FunctionCall, ToolCall
 
 from ..support.image_models import IMAGE_FAMILIES, picture, save_image_model
 
@@ -105,3 +107,14 @@ def test_images_are_parts(tmp_path: Path) -> None:
     # A text alone is a list of parts too, where the template reads nothing else.
     (answer,) = llm.chat([{"role": "user", "content": "Once"}], GREEDY)
     assert "Once" in llm.engine.tokenizer.decode(answer.prompt_token_ids)
+
+
+def test_calls_may_be_objects_of_the_openai_library(llm: LLM) -> None:
+    """What is no call is left to the template, which refuses it."""
+    call = ToolCall(id="c", function=FunctionCall(name="look", arguments='{"at": 1}'))
+    template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments.at }}{% endfor %}"
+    reader = TurnReader(llm.engine.tokenizer, template)
+    turn: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert render_chat(llm.engine.tokenizer, reader.read([turn]), template=template) == "1"
+    for calls in ({"a": 1}, ["x"], "x"):
+        assert reader.read([{**turn, "tool_calls": calls}]) == [{**turn, "tool_calls": calls}]
