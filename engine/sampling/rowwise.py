@@ -193,8 +193,8 @@ def _distributions(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.T
 def _candidates(
     scores: torch.Tensor, params: SamplingParams
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Ids of the scores [vocab] that the filters can keep, and of all scores the log of the sum of exp where
-    top-p counts it: sorting all would take as long as the model's step."""
+    """Ids of the scores [vocab] that the filters can keep: sorting all would take as long as the model's
+    step. Where top-p counts the others, also the log of the sum of exp of all scores less the highest."""
     total, lowest = None, float("-inf")
     if params.min_p > 0.0:
         lowest = scores.max().item() + math.log(params.min_p) - 1e-3  # less what rounding may add
@@ -202,8 +202,9 @@ def _candidates(
         lowest = max(lowest, scores.topk(params.top_k).values[-1].item())
     elif params.min_p == 0.0 and params.top_p < 1.0:
         # Below, all scores together have less than what top-p leaves out.
-        total = scores.logsumexp(dim=0)
-        lowest = total.item() + math.log((1.0 - params.top_p) / (2 * len(scores)))
+        total = (scores - scores.max()).exp().sum(dim=0).log()
+        least = math.log((1.0 - params.top_p) / (2 * len(scores)))
+        lowest = scores.max().item() + total.item() + least
     return (~(scores < lowest)).nonzero()[:, 0], total
 
 
@@ -213,7 +214,7 @@ def filter_mask(
     """Mask of the scores, sorted from high to low, that min-p, then top-k, then top-p keep.
 
     It keeps the first always. Top-p keeps the smallest set whose probability reaches p, of all that min-p and
-    top-k keep, or of scores with this log of their sum of exp, of which `ordered` are the highest.
+    top-k keep, or of all scores with the `total` of `_candidates`, of which `ordered` are the highest.
     """
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if params.min_p > 0.0:
@@ -223,7 +224,7 @@ def filter_mask(
         keep[params.top_k :] = False
     if params.top_p < 1.0:
         logs = ordered.masked_fill(~keep, float("-inf"))
-        probabilities = logs.softmax(dim=-1) if total is None else (logs - total).exp()
+        probabilities = logs.softmax(dim=-1) if total is None else (logs - logs[0] - total).exp()
         before = probabilities.cumsum(dim=-1) - probabilities
         keep &= before < params.top_p
     keep[0] = True

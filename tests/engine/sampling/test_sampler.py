@@ -98,6 +98,13 @@ def test_filters_of_candidates_keep_what_filters_of_all_scores_keep(
         assert (is_near | (chances < 1e-38))[differs].all()
 
 
+def test_top_p_counts_equal_tokens_at_a_temperature_near_zero():
+    logits = torch.tensor([30.0, 30.0, -5.0, -5.0])
+    sampled = row(temperature=1e-5, top_p=0.49)
+    probabilities = RowwiseSampling().distributions(logits[None], [sampled])[0]
+    assert probabilities.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
 def survivors(probabilities: list[float], **params) -> list[int]:
     ordered = torch.tensor(probabilities).log()
     return filter_mask(ordered, SamplingParams(**params)).nonzero().flatten().tolist()
