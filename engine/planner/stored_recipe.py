@@ -102,7 +102,7 @@ def _with_roles_of(stored: Mapping[str, Any], method: str) -> WeightRecipe | Non
 
 def _integers(stored: Mapping[str, Any], method: str) -> WeightRecipe:
     """AWQ's, GPTQ's and AutoRound's linears, which may have rules for modules of other bits."""
-    bits, dtype = stored.get("bits", stored.get("w_bit", 4)), stored.get("data_type", "int")
+    bits, dtype = stored.get("bits", stored.get("w_bit", 4)), stored.get("data_type") or "int"
     group = stored.get("group_size", stored.get("q_group_size", 128))
     if not dtype.startswith("int"):
         raise BadInput(f"AutoRound's data_type {dtype!r} is not known here: give --weights")
@@ -130,7 +130,8 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
 def _of_arguments(weights: Mapping[str, Any], bytes_per_tensor: int = 0) -> WeightRecipe:
     """The recipe of compressed-tensors' `QuantizationArgs`."""
     bits, kind = weights["num_bits"], weights.get("type", "int")
-    rows, group = weights.get("block_structure") or (1, weights.get("group_size") or -1)
+    block = weights.get("block_structure") or (1, weights.get("group_size") or -1)
+    rows, group = map(int, block.split("x") if isinstance(block, str) else block)
     if kind == "float" and (bits == 4 or (bits, group) == (8, 32)):
         return RECIPES["mxfp8" if bits == 8 else "nvfp4" if group == 16 else "mxfp4"]
     zero_bits = 0 if weights.get("symmetric", True) else bits

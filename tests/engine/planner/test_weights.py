@@ -211,6 +211,12 @@ def tensors_of(weights: dict[str, Any], **fields: Any) -> dict[str, Any]:
             "fp8 g128",
             8 + 16 / 128**2,
         ),
+        (
+            tensors_of({"num_bits": 8, "type": "float", "block_structure": "128x128"}),
+            "fp8 g128",
+            8 + 16 / 128**2,
+        ),
+        ({"quant_method": "gptq", "bits": 4, "data_type": None}, "int4 g128 asymmetric", None),
     ],
 )
 def test_a_checkpoint_says_how_it_is_stored(
