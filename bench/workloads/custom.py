@@ -41,8 +41,8 @@ CONTEXTS = ("input", "context")
 ANSWERS = ("output", "response", "completion", "answer", "chosen")
 SHUFFLE_BUFFER = 1000
 TEMPLATE_NOTE = (
-    "prompts are sent as they are: vllm bench serve writes them into the model's chat template first, "
-    "unless it has --skip-chat-template"
+    "prompts are sent as they are, to a chat endpoint as a user's message: vllm bench serve writes them into "
+    "the model's chat template first, unless it has --skip-chat-template"
 )
 
 Pair = tuple[list[int], int]

@@ -148,13 +148,15 @@ def _mooncake(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
     sessions: dict[str, TraceRow] = {}
     for number, (where, row) in enumerate(rows):
         size, second = (16, 1) if "chat_id" in row else (MOONCAKE_TOKENS, 1000)
-        session, delay = row.get("session_id"), (row.get("delay") or 0.0) / 1000
+        session, delay = (
+            row.get("session_id"),
+            _number(row.get("delay") or 0.0, "delay", where) / 1000,
+        )
         before = sessions.get(str(session))
         time = row.get("timestamp")
         if time is None and session is not None:
             time = ((before.seconds if before else 0.0) + delay) * second
-        if isinstance(time, bool) or not isinstance(time, int | float):
-            raise BadInput(f'{where}: "timestamp" is {time!r}, not a number')
+        time = _number(time, "timestamp", where)
         hashes = row.get("hash_ids") or []
         blocks = tuple(hashes) if isinstance(hashes, list) else (-1,)
         if not all(type(name) is int and name >= 0 for name in blocks):
@@ -173,6 +175,12 @@ def _mooncake(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
         yield request
         if session is not None:
             sessions[str(session)] = request
+
+
+def _number(value: Any, key: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadInput(f'{where}: "{key}" is {value!r}, not a number')
+    return value
 
 
 def _count(row: Mapping[str, Any], key: str, where: str) -> int:
@@ -315,6 +323,7 @@ def _graph(entries: Sequence[dict[str, Any]], path: Path) -> Iterator[Call]:
                 f"trace {path}: {', '.join(unread)} of a conversation cannot be replayed"
             )
         sessions[str(entry["session_id"])] += entry["turns"]
+    sessions = dict(sessions)  # a child that is not there is an error
     turns = [turn for session in sessions.values() for turn in session]
     begun = {child for turn in turns for kind in INHERITS for child, _ in _children(turn, kind)}
     for name in sessions:
@@ -348,7 +357,7 @@ def _turns(
                 end = yield from _turns(sessions, child, name, clock, text if inherits else b"")
                 join = number + 1 if join is None else int(join)
                 joins[join] = max(joins[join], 0.0 if inherits else end)
-    return max(clock, *joins.values())
+    return max([clock, *joins.values()])
 
 
 def _children(turn: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:

@@ -199,8 +199,10 @@ class BlockTokens:
         # Where the last block is known, so are all before it.
         bulk = max(row.filled - len(row.blocks) + len(new), len(new) - 0.999, 0.001)
         ends = [math.floor(left * min(1.0, index / bulk)) for index in range(len(new) + 1)]
+        if block_tokens:
+            ends = [min(left, index * block_tokens) for index in range(len(new) + 1)]
         for name, (start, end) in zip(new, pairwise(ends), strict=True):
-            self._blocks[name] = self._drawn(name, block_tokens or end - start, 0)
+            self._blocks[name] = self._drawn(name, end - start, 0)
         tokens = [token for name in row.blocks for token in self._blocks[name]]
         # Requests without blocks have text of their own.
         tokens += self._drawn(number + 1, row.prompt_len - len(tokens), 1)

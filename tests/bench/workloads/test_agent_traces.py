@@ -167,6 +167,30 @@ def test_turns_of_aiperf_repeat_the_answers_before(tmp_path: Path) -> None:
     assert [lengths(item) for item in made.items[:2]] == [[100, 10, 20], [10]]
 
 
+def test_sessions_of_one_partial_block_append_text_of_their_own(tmp_path: Path) -> None:
+    first = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [1, 2]}
+    then = {"timestamp": 9, "input_length": 200, "output_length": 4}
+    entries = [{"session_id": name, **row} for name in "ab" for row in (first, then)]
+    path = written(tmp_path, *entries)
+    made = trace_workload(IDS, "trace", num_prompts=None, max_model_len=4096, path=path).items
+    whole = sorted({item.prompt_token_ids for item in made}, key=len)
+    assert [len(prompt) for prompt in whole] == [600, 804, 804]
+    assert whole[1][600:] != whole[2][600:]
+
+
+def test_conversations_without_turns_change_nothing_and_children_must_exist(
+    tmp_path: Path,
+) -> None:
+    turn = {"text": "e" * 40, "max_tokens": 3}
+    empty: dict[str, Any] = {"session_id": "a", "turns": []}
+    assert [*rows(written(tmp_path, empty, {"session_id": "b", "turns": [turn]}))] == ["b#0"]
+    forked = {"session_id": "b", "turns": [{**turn, "forks": ["zz"]}]}
+    with pytest.raises(BadInput, match="zz"):
+        rows(written(tmp_path, forked))
+    with pytest.raises(BadInput, match='"delay" is .x., not a number'):
+        rows(written(tmp_path, {"session_id": "s", "input_length": 7, "delay": "x"}))
+
+
 def test_a_spawned_conversation_is_joined_where_aiperf_joins_it(tmp_path: Path) -> None:
     said = [{"role": "user", "content": "Plan the orchard."}]
     turns = [{"messages": said, "max_tokens": 8} for _ in range(3)]
