@@ -404,9 +404,14 @@ class TaskScorer:
 
     @property
     def chat_template(self) -> str | None:
-        """Source of the tokenizer's chat template; None without one, or where the server applies its own."""
-        is_rendered = self.tokenizer.chat_template and not self.backend.sends_messages
-        return self.tokenizer.get_chat_template() if is_rendered else None  # the default of several
+        """Source of the tokenizer's chat template, the default of several; None without one, or where the
+        server applies its own. BadInput: several, and none is the default."""
+        if self.backend.sends_messages or not self.tokenizer.chat_template:
+            return None
+        try:
+            return self.tokenizer.get_chat_template()
+        except ValueError as error:
+            raise BadInput(f"the tokenizer's chat template: {error}") from error
 
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True

@@ -49,6 +49,15 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
     if not stored:
         return BF16
     method = str(stored.get("quant_method"))
+    try:
+        return _recipe_of(stored, method)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BadInput(
+            f"the checkpoint's quantization_config of {method} is not read here ({error!r}): give --weights"
+        ) from error
+
+
+def _recipe_of(stored: Mapping[str, Any], method: str) -> WeightRecipe:
     if method in ("awq", "gptq") or "auto-round" in method:
         return _integers(stored, method)
     if method == "mxfp4":  # gpt-oss: the experts alone, a shared 8-bit exponent per 32 values
@@ -131,7 +140,7 @@ def _of_arguments(weights: Mapping[str, Any], bytes_per_tensor: int = 0) -> Weig
     """The recipe of compressed-tensors' `QuantizationArgs`."""
     bits, kind = weights["num_bits"], weights.get("type", "int")
     block = weights.get("block_structure") or (1, weights.get("group_size") or -1)
-    rows, group = map(int, block.split("x") if isinstance(block, str) else block)
+    rows, group = map(int, re.findall(r"-?\d+", block) if isinstance(block, str) else block)
     if kind == "float" and (bits == 4 or (bits, group) == (8, 32)):
         return RECIPES["mxfp8" if bits == 8 else "nvfp4" if group == 16 else "mxfp4"]
     zero_bits = 0 if weights.get("symmetric", True) else bits

@@ -187,7 +187,7 @@ def test_conversations_without_turns_change_nothing_and_children_must_exist(
     forked = {"session_id": "b", "turns": [{**turn, "forks": ["zz"]}]}
     with pytest.raises(BadInput, match="zz"):
         rows(written(tmp_path, forked))
-    with pytest.raises(BadInput, match='"delay" is .x., not a number'):
+    with pytest.raises(BadInput, match=r'"delay" is .x., not a number'):
         rows(written(tmp_path, {"session_id": "s", "input_length": 7, "delay": "x"}))
 
 

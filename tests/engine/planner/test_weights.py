@@ -255,6 +255,14 @@ def test_unknown_quantization_is_refused() -> None:
         (unsloths, "leaves modules of some layers plain"),
         (several, "'quark' is not known"),
         ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "'torchao' is not known"),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": "int4wo"}},
+            "quantization_config of torchao is not read here",
+        ),
+        (
+            {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"group_size": 64}}},
+            "quantization_config of hqq is not read here",
+        ),
     )
     for stored, reason in refused:
         with pytest.raises(BadInput, match=f"{reason}.*give --weights"):
