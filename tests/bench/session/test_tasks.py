@@ -213,7 +213,7 @@ def test_rows_of_a_result_and_their_table() -> None:
         ["one", "acc", "b", "0.5000 ± 0.1000"],
         ["two", "em (strict)", "a", "0.2500"],
     ]
-    assert tables_of("task_scores", {"c": {"llmopt": {}}}) == []
+    assert tables_of("task_scores", {"c": {"llmopt": {}}}, **shared()) == []
 
 
 def write_task(folder: Path, name: str, rows: list[dict[str, Any]], body: str) -> Path:
