@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 from collections import deque
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -243,7 +244,11 @@ class BoundedConnection(H11Protocol):
             super().data_received(head)
 
     def _parse_waiting(self, client: tuple[str, bytes]) -> None:
-        heads = self.heads.pop(client)
+        heads = self.heads[client]
+        if not heads:
+            del self.heads[client]
+            return
+        self.loop.call_soon(self._parse_waiting, client)  # first: an error in one stops no other
         for _ in range(min(len(heads), BEGUN_AT_A_TIME)):
             connection, head = heads.popleft()
             connection._has_waiting_head = False
@@ -251,9 +256,6 @@ class BoundedConnection(H11Protocol):
                 H11Protocol.data_received(connection, head)
                 connection.data_received(b"")  # go on with what has come after the head
             connection._count()
-        if heads:
-            self.heads[client] = heads
-            self.loop.call_soon(self._parse_waiting, client)
 
     def shutdown(self) -> None:
         if self._has_waiting_head:
@@ -304,7 +306,8 @@ class BoundedConnection(H11Protocol):
         self._head_timer = _cancelled(self._head_timer)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with suppress(OSError):  # the client has closed the connection
+                self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _await_reader(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import socket
 import threading
+from asyncio import selector_events
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -232,8 +234,17 @@ def test_a_request_begins_between_those_of_another_key(
     assert len(parsed) == 41 and b"rosebud" in b"".join(parsed[:20])
 
 
-def test_malformed_heads_of_a_burst_take_no_place_of_other_clients() -> None:
+@pytest.mark.parametrize("clients_are_gone", [False, True])
+def test_malformed_heads_of_a_burst_take_no_place_of_other_clients(
+    clients_are_gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While they wait for their clients to close they are the first to be closed for others."""
+    if clients_are_gone:
+
+        def not_connected(_: Any) -> None:
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+        monkeypatch.setattr(selector_events._SelectorSocketTransport, "write_eof", not_connected)  # pyright: ignore[reportAttributeAccessIssue]
     options = ServerOptions(max_connections=8, header_timeout_seconds=1)
     with running(make_engine("stories260K"), options) as server, ExitStack() as stack:
         address = urlsplit(server.url)
