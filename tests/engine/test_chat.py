@@ -110,7 +110,7 @@ def test_images_are_parts(tmp_path: Path) -> None:
 
 
 def test_calls_may_be_objects_of_the_openai_library(llm: LLM) -> None:
-    """What is no call is left to the template, which refuses it."""
+    """The template gets what is no call, and refuses it."""
     call = ToolCall(id="c", function=FunctionCall(name="look", arguments='{"at": 1}'))
     template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments.at }}{% endfor %}"
     reader = TurnReader(llm.engine.tokenizer, template)

@@ -250,7 +250,7 @@ def test_poolings(tmp_path: Path, server: RunningServer) -> None:
 
 
 def test_a_gguf_file_of_an_embedding_model_is_pooled_by_its_key(tmp_path: Path) -> None:
-    """As in Qwen3-Embedding's own files; llama.cpp's server normalizes."""
+    """Qwen3-Embedding's own files normalize too, as llama.cpp's server does."""
     file = GgufFile(write_model(MODELS / "stories3M", tmp_path / "plain", "Q8_0"))
     plain = read_pooling(file.path)
     (tmp_path / "1_Pooling").mkdir()

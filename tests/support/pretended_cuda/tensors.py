@@ -345,7 +345,7 @@ def scaled_mm(
 
 
 _BY_DEFINITION: dict[Any, Any] = {torch.ops.aten._scaled_mm.default: scaled_mm}
-"""What a card computes and the CPU of torch 2.11 does not: products with a scale for each row."""
+"""Operations that a card has and the CPU of torch 2.11 lacks: products with a scale for each row."""
 
 
 def name_of(func: Any) -> str:
