@@ -325,8 +325,8 @@ def test_records_of_aiperf_are_those_of_its_prefix(tmp_path: Path) -> None:
         if kind:
             shutil.copy(source / "profile_export.jsonl", tmp_path / f"{prefix}.jsonl")
     for name, kind in (("profile_export_aiperf", "base"), ("foo", "new")):
-        found = RunData.read(tmp_path / f"{name}.json").by_request("ttft_ms")
-        assert found == read(f"aiperf/{kind}").by_request("ttft_ms") != {}
+        ttfts = RunData.read(tmp_path / f"{name}.json").by_request("ttft_ms")
+        assert ttfts == read(f"aiperf/{kind}").by_request("ttft_ms") != {}
     assert RunData.read(tmp_path / "bar.json").by_request("ttft_ms") == {}
 
 

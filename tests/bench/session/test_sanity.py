@@ -118,13 +118,13 @@ class Dialect:
             arguments = '{"city": "Paris", "unit": "celsius"}'
             function = {"name": "get_weather", "arguments": arguments}
             message = {"content": None, "tool_calls": [{"type": "function", "function": function}]}
-        said = WORDS.findall(message["content"] or "")
+        spoken = WORDS.findall(message["content"] or "")
         message["content"], usage = (
-            "".join(said[:limit]),
-            {"completion_tokens": min(len(said), limit)},
+            "".join(spoken[:limit]),
+            {"completion_tokens": min(len(spoken), limit)},
         )
         finish = (
-            "length" if len(said) > limit and self.fault != "verbose without reason" else "stop"
+            "length" if len(spoken) > limit and self.fault != "verbose without reason" else "stop"
         )
         return 200, {"choices": [{"message": message, "finish_reason": finish}], "usage": usage}
 

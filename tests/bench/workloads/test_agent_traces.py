@@ -153,16 +153,16 @@ def test_turns_of_aiperf_repeat_the_answers_before(tmp_path: Path) -> None:
         {"session_id": "s", "turns": [later]},
         *({"session_id": f"{n}", "turns": [{"text": "e", "max_tokens": 3}]} for n in range(9)),
     )
-    found = rows(path)
-    assert {name: row.parent for name, row in found.items() if name[0] in "st"} == {
+    by_name = rows(path)
+    assert {name: row.parent for name, row in by_name.items() if name[0] in "st"} == {
         "s#0": "",
         "t#0": "",
         "s#1": "s#0",
         "s#2": "s#1",
     }
-    assert [found[name].prompt_len for name in ("s#0", "s#1", "s#2")] == [100, 160, 188]
-    assert found["s#2"].seconds == 7.0
-    assert [name for name in found if name[0] not in "st"] == [f"{n}#0" for n in range(9)]
+    assert [by_name[name].prompt_len for name in ("s#0", "s#1", "s#2")] == [100, 160, 188]
+    assert by_name["s#2"].seconds == 7.0
+    assert [name for name in by_name if name[0] not in "st"] == [f"{n}#0" for n in range(9)]
     made = trace_workload(IDS, "trace", num_prompts=None, max_model_len=4096, path=path, decode=str)
     assert [lengths(item) for item in made.items[:2]] == [[100, 10, 20], [10]]
 
@@ -192,15 +192,15 @@ def test_conversations_without_turns_change_nothing_and_children_must_exist(
 
 
 def test_a_spawned_conversation_is_joined_where_aiperf_joins_it(tmp_path: Path) -> None:
-    said = [{"role": "user", "content": "Plan the orchard."}]
-    turns = [{"messages": said, "max_tokens": 8} for _ in range(3)]
-    helper = {"session_id": "h", "turns": [{"messages": said, "max_tokens": 5, "delay": 2000}]}
+    messages = [{"role": "user", "content": "Plan the orchard."}]
+    turns = [{"messages": messages, "max_tokens": 8} for _ in range(3)]
+    helper = {"session_id": "h", "turns": [{"messages": messages, "max_tokens": 5, "delay": 2000}]}
     parents = {None: ("h#0", "r#1"), 1: ("h#0", "r#1"), 2: ("r#0", "h#0")}
     for join, expected in parents.items():
         turns[0]["spawns"] = [{"children": ["h"], "join_at": join}]
         path = written(tmp_path, {"session_id": "r", "turns": turns}, helper)
-        found = rows(path)
-        assert (found["r#1"].parent, found["r#2"].parent) == expected
+        by_name = rows(path)
+        assert (by_name["r#1"].parent, by_name["r#2"].parent) == expected
     root = {"session_id": "r", "turns": [], "orchestrator": True, "spawns": ["h"]}
     with pytest.raises(BadInput, match="orchestrator, spawns of a conversation cannot be replayed"):
         read_trace("trace", written(tmp_path, root, helper))

@@ -192,6 +192,19 @@ def test_a_key_waits_for_its_own_requests_alone(
     assert keys_logged() == ["api-key-2", "api-key-1"]
 
 
+def held_event_loop(server: RunningServer) -> threading.Event:
+    """Hold the server's event loop, so that what comes is there in one turn; the event lets it go on."""
+    is_held, may_go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        may_go_on.wait(60)
+
+    server.loop._event_loop.call_soon_threadsafe(hold)
+    assert is_held.wait(60)
+    return may_go_on
+
+
 def test_a_request_begins_between_those_of_another_key(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,14 +226,7 @@ def test_a_request_begins_between_those_of_another_key(
             stack.enter_context(socket.create_connection((address.hostname, address.port)))
             for _ in range(41)
         ]
-        is_held, may_go_on = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            is_held.set()
-            may_go_on.wait(60)
-
-        server.loop._event_loop.call_soon_threadsafe(hold)
-        assert is_held.wait(60)
+        may_go_on = held_event_loop(server)
         for number, client in enumerate(clients):
             key = "rosebud" if number == 40 else "sesame"
             client.sendall(head(f"Authorization: Bearer {key}", request="GET /v1/models HTTP/1.1"))
@@ -255,14 +261,7 @@ def test_malformed_heads_of_a_burst_take_no_place_of_other_clients(
             )
 
         clients = [connected() for _ in range(8)]
-        is_held, may_go_on = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            is_held.set()
-            may_go_on.wait(60)
-
-        server.loop._event_loop.call_soon_threadsafe(hold)
-        assert is_held.wait(60)
+        may_go_on = held_event_loop(server)
         for client in clients:
             client.sendall(b"GET /v1/models HTTP/1.1\r\nno colon\r\n\r\n")
         may_go_on.set()
