@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dis
 from dataclasses import replace
 from importlib import import_module
@@ -74,7 +75,9 @@ def test_kernels_of_16_bit_steps_start_before_their_predecessor_ends(
             version._obj.value = driver
             return 0
 
-    monkeypatch.setattr("ctypes.CDLL", lambda name: Driver if name == "libcuda.so.1" else None)
+    libraries = {"libcuda.so.1": Driver}
+    load = ctypes.CDLL  # which loads the pretended card's device guard, once a process
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: libraries.get(name) or load(name))
     with pretended_cuda(Card(capability=capability)):
         given = dependent_launch(torch.zeros(1, dtype=dtype, device="cuda"))
     assert given == ({"PDL": True, "launch_pdl": True} if is_dependent else {"PDL": False})
