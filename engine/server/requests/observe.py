@@ -29,9 +29,12 @@ from .request_record import CURRENT, RECORD_KEY, RequestRecord, new_request_id
 
 _OTHERS = ("uvicorn", "uvicorn.error", "asyncio", "py.warnings")
 LEVELS = {"llmopt": logging.INFO, **dict.fromkeys(_OTHERS, logging.WARNING)}
-_BASE64 = re.compile(rb"(?<![A-Za-z0-9+/=\\])[A-Za-z0-9+/=\\]{1024,}")
-"""Long runs of base64, also with the backslash that some clients write before a slash. Each is read
-once, from its begin."""
+_PIECES = re.compile(
+    rb"(?P<run>[A-Za-z0-9+/=\\]{1024,})"
+    rb"|(?:[A-Za-z0-9+/=\\]{0,1023}[^A-Za-z0-9+/=\\]){1,256}|[A-Za-z0-9+/=\\]+"
+)
+"""A long run of base64, also with the backslash that some clients write before a slash, or up to 256 KiB of
+shorter words: a thread that reads a body piece by piece lets the others in between."""
 MAX_LOGGED_BYTES = 1 << 20
 """Bytes of a body in the log, once images are left out."""
 _PATIENCE_SECONDS = 0.1
@@ -53,9 +56,13 @@ class LogEvent:
 
 def body_text(body: bytes) -> str:
     """A request's body for the log: of images in base64 their begin and length."""
-    short = _BASE64.sub(lambda run: run[0][:32] + b"... (%d characters)" % len(run[0]), body)
-    if len(short) > MAX_LOGGED_BYTES:
-        short = short[:MAX_LOGGED_BYTES] + b"... (%d bytes)" % len(short)
+    short = bytearray()
+    for piece in _PIECES.finditer(body):
+        run = piece["run"]
+        short += piece[0] if run is None else run[:32] + b"... (%d characters)" % len(run)
+        if len(short) > MAX_LOGGED_BYTES:
+            short[MAX_LOGGED_BYTES:] = b"... (of %d bytes)" % len(body)
+            break
     return short.decode(errors="replace")
 
 

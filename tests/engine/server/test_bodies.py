@@ -59,15 +59,29 @@ def test_a_gzip_body_is_unpacked_within_the_limit(small: RunningServer) -> None:
         assert refused.status_code == 415 and "send gzip" in refused.text
 
 
-def test_the_log_of_a_body_is_bounded_and_read_once() -> None:
-    assert observe._BASE64.search(b"a" * 1023 + b" " + b"b" * 1023) is None
-    pattern = observe._BASE64.pattern
-    assert pattern.startswith(rb"(?<![A-Za-z0-9+/=\\])")  # a run is tried at its begin alone
+def test_the_log_of_a_body_is_bounded_and_read_in_pieces() -> None:
+    """No piece is so long that the interpreter's lock is kept from the event loop while it is searched."""
+    letters = (b"a" * 1023 + b" ") * 8000
+    pieces = [piece[0] for piece in observe._PIECES.finditer(letters)]
+    assert b"".join(pieces) == letters and max(map(len, pieces)) <= 1 << 18
+    assert body_text(letters) == letters[:MAX_LOGGED_BYTES].decode() + "... (of 8192000 bytes)"
     image = b'{"url": "' + b"A" * 5000 + b'", "text": "' + b"word " * (1 << 18) + b'"}'
     text = body_text(image)
     assert len(text) < MAX_LOGGED_BYTES + 100
     assert text.startswith('{"url": "' + "A" * 32 + "... (5000 characters)")
     assert text.endswith(" bytes)")
+
+
+@pytest.mark.parametrize("end", [b"", b"b" * 1023, b"b" * 1024, b" "])
+@pytest.mark.parametrize("count", [0, 1, 1023, 1024, 3000])
+def test_no_byte_of_a_short_body_is_lost_but_of_images(count: int, end: bytes) -> None:
+    body = b'{"a": "' + b"\\" * count + b'"}' + end
+    expected = body.decode()
+    for letter in ("\\", "b"):
+        run = letter * max(body.count(letter.encode()), 1)
+        if len(run) >= 1024:
+            expected = expected.replace(run, f"{run[:32]}... ({len(run)} characters)")
+    assert body_text(body) == expected
 
 
 def test_hosted_tools_are_logged_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
