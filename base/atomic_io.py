@@ -122,10 +122,11 @@ _NAMES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-_SIZES = {
-    name: 8 if "64" in name else 4 if "32" in name else 2 if "16" in name else 1
+_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {
+    name: 64 if "64" in name else 32 if "32" in name else 16 if "16" in name else 8
     for name in _NAMES.values()
 }
+"""Of an element, also of the dtypes that other tools' files have and torch lacks."""
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
@@ -143,7 +144,7 @@ def file_bytes(layout: Mapping[str, Entry]) -> int:
 
 def _header(layout: Mapping[str, Entry]) -> tuple[list[str], bytes]:
     """File order (widest elements first, so that all are aligned) and the safetensors header."""
-    names = sorted(layout, key=lambda name: (-_SIZES[layout[name][0]], name))
+    names = sorted(layout, key=lambda name: (-_BITS[layout[name][0]], name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in names:
@@ -157,7 +158,7 @@ def _header(layout: Mapping[str, Entry]) -> tuple[list[str], bytes]:
 
 def entry_bytes(entry: Entry) -> int:
     """Bytes of a tensor of this dtype and shape."""
-    return _SIZES[entry[0]] * prod(entry[1])
+    return _BITS[entry[0]] * prod(entry[1]) // 8
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 from llmopt.base.atomic_io import entry_bytes, file_bytes, layout_of, write_tensors
-from safetensors.torch import _TYPES, load_file
+from safetensors.torch import _TYPES, load_file, save_file
 
 
 def test_every_dtype_is_written_and_measured(tmp_path: Path) -> None:
@@ -20,3 +21,15 @@ def test_every_dtype_is_written_and_measured(tmp_path: Path) -> None:
         assert torch.equal(read[name].view(torch.uint8), tensor.view(torch.uint8)), name
         assert entry_bytes(layout[name]) == tensor.nbytes
     assert path.stat().st_size == file_bytes(layout)
+
+
+def test_dtypes_below_a_byte_are_measured_as_their_owner_writes_them(tmp_path: Path) -> None:
+    """Other tools write them; the size of a tensor is what its place in the file says."""
+    path = tmp_path / "small.safetensors"
+    values = torch.arange(12, dtype=torch.uint8)
+    save_file({"w": values.view(3, 4).view(torch.float4_e2m1fn_x2)}, path)
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    entry = json.loads(path.read_bytes()[8 : 8 + length])["w"]
+    assert entry["dtype"] == "F4" and entry["data_offsets"] == [0, 12]
+    assert entry_bytes((entry["dtype"], tuple(entry["shape"]))) == 12
+    assert entry_bytes(("F6_E2M3", (2, 8))) == entry_bytes(("F6_E3M2", (2, 8))) == 12
