@@ -159,6 +159,10 @@ def _mooncake(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
         time = _number(time, "timestamp", where)
         hashes = row.get("hash_ids") or []
         blocks = tuple(hashes) if isinstance(hashes, list) else (-1,)
+        if not blocks and session is None and time % 1:
+            # GuideLLM's traces have just lengths too, and seconds.
+            problem = '"timestamp" has a fraction: seconds are not read, milliseconds are whole'
+            raise BadInput(f"{where}: {problem}")
         if not all(type(name) is int and name >= 0 for name in blocks):
             raise BadInput(f'{where}: "hash_ids" wants a list of whole numbers')
         prompt_len = _count(row, "input_length", where)

@@ -235,6 +235,12 @@ def test_burstgpt(tmp_path: Path) -> None:
             "1 blocks of 512 for 600 tokens",
         ),
         ("mooncake", '{"timestamp": 0, "input_length": 5.5, "output_length": 1}\n', "input_length"),
+        (
+            "mooncake",
+            '{"timestamp": 0, "input_length": 5, "output_length": 1}\n'
+            '{"timestamp": 0.25, "input_length": 5, "output_length": 1}\n',
+            "line 2.*seconds are not read",
+        ),
     ],
 )
 def test_bad_traces(tmp_path: Path, kind: str, text: str, said: str) -> None:
