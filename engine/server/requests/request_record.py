@@ -131,8 +131,10 @@ class OutputStream:
 
 
 def _weight(output: RequestOutput) -> int:
-    scores = num_logprobs(output.logprobs) + num_logprobs(output.prompt_logprobs)
-    return len(output.new_token_ids) + scores
+    tokens = len(output.new_token_ids)
+    if output.logprobs is None and output.prompt_logprobs is None:  # as of most, twice a token
+        return tokens
+    return tokens + num_logprobs(output.logprobs) + num_logprobs(output.prompt_logprobs)
 
 
 def cache_salt(tenant: int, salt: str | None) -> bytes:
