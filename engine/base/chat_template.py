@@ -80,7 +80,7 @@ def for_template(message: Message, *, as_parts: bool) -> dict[str, Any]:
     if as_parts:
         shown = [part if part["type"] == "text" else {"type": "image"} for part in parts]
     else:
-        shown = "".join(part["text"] for part in parts)
+        shown = "\n".join(part["text"] for part in parts)
     # Few templates know OpenAI's newer name for the role.
     role = "system" if message["role"] == "developer" else message["role"]
     return {**message, "role": role, "content": shown}

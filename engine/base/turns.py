@@ -26,22 +26,26 @@ class TurnReader:
         self, tokenizer: Any, template: str | None = None, *, as_parts: bool = False
     ) -> None:
         self._tokenizer, self._template, self._as_parts = tokenizer, template, as_parts
+        self._is_harmony = "<|channel|>" in str(template or tokenizer.chat_template)
 
     def read(self, turns: Sequence[Turn]) -> list[Turn]:
         """The turns with later system messages and with the arguments of calls, a text or an object, as the
         template reads them."""
         if any(turn["role"] == "system" for turn in turns[1:]) and not self._keeps_system_turns:
             turns = with_one_system_turn(turns)
-        return [
+        turns = [
             {**turn, "tool_calls": [self._with_arguments(call) for call in calls]}
             if isinstance(calls := turn.get("tool_calls"), list | tuple) and calls
             else turn
             for turn in turns
         ]
+        return with_one_call_a_turn(turns) if self._is_harmony else turns
 
     @cached_property
     def efforts(self) -> tuple[str, ...]:
         """Reasoning efforts that the template does not refuse; all of them where it refuses each."""
+        if self._is_harmony:
+            return HARMONY_EFFORTS
         turns, fixed = [self._turn("user", "probe")], {"enable_thinking": True, "thinking": True}
         taken = [e for e in EFFORTS[1:] if self._rendered(turns, {**fixed, "reasoning_effort": e})]
         return ("none", *taken) if taken else EFFORTS
@@ -143,7 +147,7 @@ def with_one_call_a_turn(turns: Sequence[Turn]) -> list[Turn]:
         for call in calls:
             read.append({**turn, "tool_calls": [call]})
             turn = {"role": turn["role"], "content": ""}
-            if queue := results.get(call["id"]) or results.get(None):
+            if queue := results.get(call.get("id")) or results.get(None):
                 read.append(queue.popleft())
         read += [result for queue in results.values() for result in queue]
     return read

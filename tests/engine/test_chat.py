@@ -51,11 +51,12 @@ def test_the_prompt_is_the_servers(llm: LLM, monkeypatch, template: str | None) 
 
 
 def test_several_conversations_and_parts(llm: LLM) -> None:
-    parts = [{"type": "text", "text": "Who was "}, {"type": "text", "text": "Lily?"}]
+    parts = [{"type": "text", "text": "Who was"}, {"type": "text", "text": "Lily?"}]
     other = [MESSAGES[0], {"role": "user", "content": parts}]
     seen: list[ProgressUpdate] = []
     answers = llm.chat([MESSAGES, other], GREEDY, progress=seen.append)
-    assert answers[0].prompt_token_ids == answers[1].prompt_token_ids
+    assert answers[0].prompt_token_ids == served(llm, messages=MESSAGES)
+    assert answers[1].prompt_token_ids == served(llm, messages=other)
     assert [(one.done, one.total) for one in seen] == [(0, 2), (1, 2), (2, 2)]
 
 

@@ -14,9 +14,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ....base.errors import BadInput, ContextOverflow
 from ...base.chat_template import render_chat, renders_text
-from ...base.turns import HARMONY_EFFORTS, TurnReader, with_one_call_a_turn
+from ...base.turns import TurnReader
 from ..parsing.formats import (
-    HARMONY,
     ReasoningFormat,
     ToolFormat,
     format_of_template,
@@ -128,7 +127,7 @@ class Tokenization:
     @property
     def efforts(self) -> tuple[str, ...]:
         """Reasoning efforts that the chat template takes."""
-        return HARMONY_EFFORTS if self.tool_format is HARMONY else self._reader.efforts
+        return self._reader.efforts
 
     @property
     def takes_tools(self) -> bool:
@@ -323,8 +322,6 @@ class Tokenization:
         described: Any = [tool.for_template() for tool in tools] or None
         turns = [message.for_template(as_parts=self._as_parts) for message in messages]
         turns = self._reader.read(turns)
-        if self.tool_format is HARMONY:
-            turns = with_one_call_a_turn(turns)
         if guarded:
             described = self._guard.broken(described)
             turns = [t if t["role"] == "assistant" else self._guard.broken(t) for t in turns]

@@ -70,6 +70,15 @@ def test_arguments_are_what_the_template_writes_as_json(llm: LLM, template: str)
     assert served == expected and offline.strip() == expected
 
 
+def test_a_template_of_harmony_gets_every_call_of_a_turn(llm: LLM) -> None:
+    """gpt-oss reads the first call of a turn."""
+    one_call = OPENING + "{% set c = m.tool_calls[0] %}<|channel|><{{ c.function.name }}>"
+    one_call += "{{ c.function.arguments | tojson }}" + ENDING.removeprefix("{% endfor %}")
+    served, offline = prompts(llm, one_call, calls('{"city": "K"}', "{}"))
+    assert served == '[user]Hi<|channel|><f>{"city": "K"}<|channel|><f>{}[user]Hi'
+    assert offline.strip() == served
+
+
 def test_several_calls_that_a_template_refuses_are_named_by_one_line(llm: LLM) -> None:
     complaint = "template refuses them: This model only supports single tool-calls at once!"
     with pytest.raises(BadInput, match=complaint):
