@@ -6,12 +6,96 @@ It is made from `quant/gguf/keys.py`, by which the reader uses, ignores or refus
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from document_part import put_part
 from llmopt.quant.families.family import GgufRules
 from llmopt.quant.gguf.architecture import gguf_families
-from llmopt.quant.gguf.keys import ARCHITECTURE_KEYS, TOKENIZER_KEYS, KeyRule
+from llmopt.quant.gguf.keys import ARCHITECTURE_KEYS, TOKENIZER_KEYS, UNSET
 
+_NOTES = {
+    "block_count": "`num_hidden_layers`",
+    "context_length": "`max_position_embeddings`",
+    "embedding_length": "`hidden_size`",
+    "feed_forward_length": "`intermediate_size`; a list of one per layer is refused",
+    "attention.head_count": "`num_attention_heads`; a list is refused",
+    "attention.head_count_kv": "`num_key_value_heads`; a list is refused",
+    "attention.key_length": "`head_dim`",
+    "attention.value_length": "must equal `attention.key_length`",
+    "attention.layer_norm_rms_epsilon": "epsilon of RMS norms",
+    "attention.layer_norm_epsilon": "epsilon of layer norms",
+    "attention.sliding_window": "`sliding_window`; 0 is none",
+    "attention.scale": "`attention_multiplier` (Granite); 0 or none is 1 / sqrt(head_dim)",
+    "attn_logit_softcapping": "`attn_logit_softcapping` (Gemma 2)",
+    "final_logit_softcapping": "`final_logit_softcapping` (Gemma 2)",
+    "embedding_scale": "`embedding_multiplier` (Granite); 0 is 1",
+    "residual_scale": "`residual_multiplier` (Granite); 0 is 1",
+    "logit_scale": "`logits_scaling` (Granite), `logit_scale` (Command R)",
+    "expert_count": "number of experts; 0 is none",
+    "expert_used_count": "`num_experts_per_tok`; 0 is none",
+    "expert_feed_forward_length": "`moe_intermediate_size`",
+    "rope.dimension_count": "must equal `attention.key_length`: a part of a head is not rotated here",
+    "rope.freq_base": "`rope_theta`, 10000 without it",
+    "rope.freq_base_swa": "must equal `rope.freq_base`",
+    "rope.scale_linear": "the factor's older name",
+    "rope.scaling.type": "none, linear (also without the key) or yarn",
+    "rope.scaling.factor": "`factor`; 0 is 1",
+    "rope.scaling.original_context_length": "`original_max_position_embeddings` of YaRN",
+    "rope.scaling.attn_factor": "multiplies YaRN's attention factor; without YaRN only 1",
+    "rope.scaling.finetuned": "Granite without it has no RoPE, and is refused",
+    "rope.scaling.yarn_ext_factor": "1 with YaRN, else 0; -1 is unset",
+    "rope.scaling.yarn_attn_factor": (
+        "`attention_factor`, as the converter writes it; 1 is refused where it is not the usual factor, "
+        "because llama.cpp does not read it"
+    ),
+    "rope.scaling.yarn_beta_fast": "`beta_fast`",
+    "rope.scaling.yarn_beta_slow": "`beta_slow`",
+    "rope.scaling.yarn_log_multiplier": (
+        "0.1 and 1 are `mscale_all_dim` 1 in the converter's two conventions; others are refused"
+    ),
+    "vocab_size": "the rows of the embedding count",
+    "tensor_data_layout": "llama.cpp does not read it",
+    "model": "gpt2, llama or gemma4; others are refused",
+    "pre": "the name of the expressions that cut a text; an unknown one is refused",
+    "tokens": "the vocabulary",
+    "token_type": "which tokens are matched whole",
+    "scores": "the order of merges of a SentencePiece vocabulary",
+    "merges": "the merges of a byte-level vocabulary",
+    "bos_token_id": "BOS token",
+    "eos_token_id": "EOS token; ends an answer",
+    "eot_token_id": "end of a turn; ends an answer",
+    "eom_token_id": "end of a message; ends an answer",
+    "eos_token_ids": "Ollama's list of tokens that end an answer",
+    "unknown_token_id": "unknown token",
+    "seperator_token_id": "separator token",
+    "padding_token_id": "padding token",
+    "mask_token_id": "mask token",
+    "add_bos_token": "BOS before a text",
+    "add_eos_token": "EOS after a text",
+    "add_sep_token": "separator after a text",
+    "add_space_prefix": "a space before a text",
+    "fim_pad_token_id": "ends an answer",
+    "fim_rep_token_id": "ends an answer",
+    "fim_sep_token_id": "ends an answer",
+    "token_type_count": "for models of sentence pairs",
+    "cls_token_id": "for classifiers",
+    "add_padding_token": "Ollama's; a text has no padding",
+    "add_unknown_token": "Ollama's; a text has no unknown token around it",
+    "add_mask_token": "Ollama's; a text has no mask",
+    "remove_extra_whitespaces": "llama.cpp uses it with Unigram vocabularies only",
+    **dict.fromkeys(
+        (
+            "fim_pre_token_id",
+            "fim_suf_token_id",
+            "fim_mid_token_id",
+            "prefix_token_id",
+            "suffix_token_id",
+            "middle_token_id",
+        ),
+        "infilling is not a prompt of its own here",
+    ),
+}
+"""Meaning of the keys that are used or ignored."""
 # Further names of llama.cpp's src/llama-arch.cpp (autumn 2026), of models of other kinds.
 _OTHERS = """
 activation_sparsity_scale altup.active_idx altup.num_inputs attention.compress_ratios
@@ -61,14 +145,17 @@ def table() -> str:
     )
 
 
-def _rows(namespace: str, rules: Mapping[str, KeyRule]) -> Iterable[str]:
+def _rows(namespace: str, rules: Mapping[str, tuple[Any, ...] | None]) -> Iterable[str]:
     yield f"| `{namespace}.` | treatment | |"
     yield "|---|---|---|"
-    for name, rule in rules.items():
-        note = rule.note
-        if rule.treatment == "refused":
-            note = f"unless it is {' or '.join(f'`{value}`' for value in rule.harmless)}"
-        yield f"| `{name}` | {rule.treatment} | {note} |"
+    for name, harmless in rules.items():
+        if harmless is None:
+            yield f"| `{name}` | ignored | {_NOTES[name]} |"
+        elif harmless is UNSET:
+            yield f"| `{name}` | used | {_NOTES[name]} |"
+        else:
+            values = " or ".join(f"`{value}`" for value in harmless)
+            yield f"| `{name}` | refused | unless it is {values} |"
 
 
 def _family_rows(families: Iterable[GgufRules]) -> Iterable[str]:

@@ -24,142 +24,68 @@ TEMPLATE = "tokenizer.chat_template"
 """Key of the chat template. Named ones have the name after a point; `tokenizer.chat_templates` lists them."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyRule:
-    """Treatment of a key, "used", "ignored", or "refused" but for `harmless` values, and its meaning."""
-
-    treatment: str
-    note: str
-    harmless: tuple[Any, ...] = ()
+UNSET = (0, [])
+"""Values of a key that is used, with which it says nothing where it is not read."""
+_Rules = Mapping[str, tuple[Any, ...] | None]
+"""Harmless values of keys that are not read, beyond which they are refused; None: the key is ignored."""
 
 
-def _keys(treatment: str, /, **notes: str) -> dict[str, KeyRule]:
-    return {name.replace("__", "."): KeyRule(treatment, note) for name, note in notes.items()}
-
-
-def _unless(**harmless: Any) -> dict[str, KeyRule]:
-    tuples = {
-        key: value if isinstance(value, tuple) else (value,) for key, value in harmless.items()
+def _rules(used: str, ignored: str, **harmless: Any) -> _Rules:
+    refused = {
+        name.replace("__", "."): value if isinstance(value, tuple) else (value,)
+        for name, value in harmless.items()
     }
-    return {key.replace("__", "."): KeyRule("refused", "", value) for key, value in tuples.items()}
+    return dict.fromkeys(used.split(), UNSET) | dict.fromkeys(ignored.split()) | refused
 
 
-ARCHITECTURE_KEYS: dict[str, KeyRule] = {
-    **_keys(
-        "used",
-        block_count="`num_hidden_layers`",
-        context_length="`max_position_embeddings`",
-        embedding_length="`hidden_size`",
-        feed_forward_length="`intermediate_size`; a list of one per layer is refused",
-        attention__head_count="`num_attention_heads`; a list is refused",
-        attention__head_count_kv="`num_key_value_heads`; a list is refused",
-        attention__key_length="`head_dim`",
-        attention__value_length="must equal `attention.key_length`",
-        attention__layer_norm_rms_epsilon="epsilon of RMS norms",
-        attention__layer_norm_epsilon="epsilon of layer norms",
-        attention__sliding_window="`sliding_window`; 0 is none",
-        attention__scale="`attention_multiplier` (Granite); 0 or none is 1 / sqrt(head_dim)",
-        attn_logit_softcapping="`attn_logit_softcapping` (Gemma 2)",
-        final_logit_softcapping="`final_logit_softcapping` (Gemma 2)",
-        embedding_scale="`embedding_multiplier` (Granite); 0 is 1",
-        residual_scale="`residual_multiplier` (Granite); 0 is 1",
-        logit_scale="`logits_scaling` (Granite), `logit_scale` (Command R)",
-        expert_count="number of experts; 0 is none",
-        expert_used_count="`num_experts_per_tok`; 0 is none",
-        expert_feed_forward_length="`moe_intermediate_size`",
-        rope__dimension_count="must equal `attention.key_length`: a part of a head is not rotated here",
-        rope__freq_base="`rope_theta`, 10000 without it",
-        rope__freq_base_swa="must equal `rope.freq_base`",
-        rope__scale_linear="the factor's older name",
-        rope__scaling__type="none, linear (also without the key) or yarn",
-        rope__scaling__factor="`factor`; 0 is 1",
-        rope__scaling__original_context_length="`original_max_position_embeddings` of YaRN",
-        rope__scaling__attn_factor="multiplies YaRN's attention factor; without YaRN only 1",
-        rope__scaling__finetuned="Granite without it has no RoPE, and is refused",
-        rope__scaling__yarn_ext_factor="1 with YaRN, else 0; -1 is unset",
-        rope__scaling__yarn_attn_factor=(
-            "`attention_factor`, as the converter writes it; 1 is refused where it is not the usual "
-            "factor, because llama.cpp does not read it"
-        ),
-        rope__scaling__yarn_beta_fast="`beta_fast`",
-        rope__scaling__yarn_beta_slow="`beta_slow`",
-        rope__scaling__yarn_log_multiplier=(
-            "0.1 and 1 are `mscale_all_dim` 1 in the converter's two conventions; others are refused"
-        ),
-    ),
-    **_keys(
-        "ignored",
-        vocab_size="the rows of the embedding count",
-        tensor_data_layout="llama.cpp does not read it",
-    ),
-    **_unless(
-        attention__causal=True,
-        attention__clamp_kqv=0.0,
-        attention__max_alibi_bias=0.0,
-        attention__sliding_window_pattern=2,  # of Gemma 2: every second layer has the window
-        attention__temperature_scale=0.0,
-        expert_gating_func=(0, 1),
-        expert_group_count=(0, 1),
-        expert_group_used_count=(0, 1),
-        expert_shared_count=0,
-        expert_shared_feed_forward_length=0,
-        expert_weights_norm=True,
-        expert_weights_scale=(0.0, 1.0),
-        interleave_moe_layer_step=(0, 1),
-        leading_dense_block_count=0,
-        nextn_predict_layers=0,
-        pooling_type=(0, 1, 2, 3),  # none, mean, cls and last, which `read_pooling` takes
-        rope__scaling__alpha=0.0,
-    ),
-}
-
-_INFILLING = "infilling is not a prompt of its own here"
-
-TOKENIZER_KEYS: dict[str, KeyRule] = {
-    **_keys(
-        "used",
-        model="gpt2, llama or gemma4; others are refused",
-        pre="the name of the expressions that cut a text; an unknown one is refused",
-        tokens="the vocabulary",
-        token_type="which tokens are matched whole",
-        scores="the order of merges of a SentencePiece vocabulary",
-        merges="the merges of a byte-level vocabulary",
-        bos_token_id="BOS token",
-        eos_token_id="EOS token; ends an answer",
-        eot_token_id="end of a turn; ends an answer",
-        eom_token_id="end of a message; ends an answer",
-        eos_token_ids="Ollama's list of tokens that end an answer",
-        unknown_token_id="unknown token",
-        seperator_token_id="separator token",
-        padding_token_id="padding token",
-        mask_token_id="mask token",
-        add_bos_token="BOS before a text",
-        add_eos_token="EOS after a text",
-        add_sep_token="separator after a text",
-        add_space_prefix="a space before a text",
-        fim_pad_token_id="ends an answer",
-        fim_rep_token_id="ends an answer",
-        fim_sep_token_id="ends an answer",
-    ),
-    **_keys(
-        "ignored",
-        token_type_count="for models of sentence pairs",
-        cls_token_id="for classifiers",
-        add_padding_token="Ollama's; a text has no padding",
-        add_unknown_token="Ollama's; a text has no unknown token around it",
-        add_mask_token="Ollama's; a text has no mask",
-        fim_pre_token_id=_INFILLING,
-        fim_suf_token_id=_INFILLING,
-        fim_mid_token_id=_INFILLING,
-        prefix_token_id=_INFILLING,
-        suffix_token_id=_INFILLING,
-        middle_token_id=_INFILLING,
-        remove_extra_whitespaces="llama.cpp uses it with Unigram vocabularies only",
-    ),
-    **_unless(normalizer__lowercase=False, normalizer__strip_accents=False, suppress_tokens=([],)),
-}
-
-_UNKNOWN = KeyRule("refused", "")
+ARCHITECTURE_KEYS = _rules(
+    """
+    block_count context_length embedding_length feed_forward_length
+    attention.head_count attention.head_count_kv attention.key_length attention.value_length
+    attention.layer_norm_rms_epsilon attention.layer_norm_epsilon attention.sliding_window attention.scale
+    attn_logit_softcapping final_logit_softcapping embedding_scale residual_scale logit_scale
+    expert_count expert_used_count expert_feed_forward_length
+    rope.dimension_count rope.freq_base rope.freq_base_swa rope.scale_linear rope.scaling.type
+    rope.scaling.factor rope.scaling.original_context_length rope.scaling.attn_factor
+    rope.scaling.finetuned rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor
+    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_log_multiplier
+    """,
+    "vocab_size tensor_data_layout",
+    attention__causal=True,
+    attention__clamp_kqv=0.0,
+    attention__max_alibi_bias=0.0,
+    attention__sliding_window_pattern=2,  # of Gemma 2: every second layer has the window
+    attention__temperature_scale=0.0,
+    expert_gating_func=(0, 1),
+    expert_group_count=(0, 1),
+    expert_group_used_count=(0, 1),
+    expert_shared_count=0,
+    expert_shared_feed_forward_length=0,
+    expert_weights_norm=True,
+    expert_weights_scale=(0.0, 1.0),
+    interleave_moe_layer_step=(0, 1),
+    leading_dense_block_count=0,
+    nextn_predict_layers=0,
+    pooling_type=(0, 1, 2, 3),  # none, mean, cls and last, which `read_pooling` takes
+    rope__scaling__alpha=0.0,
+)
+TOKENIZER_KEYS = _rules(
+    """
+    model pre tokens token_type scores merges bos_token_id eos_token_id eot_token_id eom_token_id
+    eos_token_ids unknown_token_id seperator_token_id padding_token_id mask_token_id add_bos_token
+    add_eos_token add_sep_token add_space_prefix fim_pad_token_id fim_rep_token_id fim_sep_token_id
+    """,
+    # Keys of classifiers, of models of sentence pairs, of Ollama, of infilling, which is no prompt of its own
+    # here, and of Unigram vocabularies.
+    """
+    token_type_count cls_token_id add_padding_token add_unknown_token add_mask_token fim_pre_token_id
+    fim_suf_token_id fim_mid_token_id prefix_token_id suffix_token_id middle_token_id
+    remove_extra_whitespaces
+    """,
+    normalizer__lowercase=False,
+    normalizer__strip_accents=False,
+    suppress_tokens=([],),
+)
 
 
 @dataclass
@@ -169,7 +95,7 @@ class HeaderKeys:
     path: Path
     metadata: Mapping[str, Any]
     namespace: str
-    rules: Mapping[str, KeyRule]
+    rules: _Rules
     remedy: str
     _read: set[str] = field(default_factory=set)
 
@@ -213,9 +139,8 @@ class HeaderKeys:
             namespace, _, name = key.partition(f"{self.namespace}.")
             if namespace or not name or name in self._read or name in elsewhere:
                 continue
-            rule = self.rules.get(name, _UNKNOWN)
-            harmless = rule.harmless if rule.treatment == "refused" else (0, [])
-            if rule.treatment != "ignored" and value not in harmless:
+            harmless = self.rules.get(name, ())
+            if harmless is not None and value not in harmless:
                 raise self.refuse(name)
 
 
