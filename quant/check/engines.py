@@ -163,15 +163,8 @@ def _llama_cpp(contents: Contents, target: Target) -> EngineAnswer:
     if architecture not in MODEL_ARCH_NAMES.values():
         reason = f"architecture {architecture} is not in the list of {release}"
         return EngineAnswer("llama.cpp", release, "unknown", reason)
-    linears = [
-        (
-            linear,
-            matrix,
-            kernel_for(Question("llama.cpp", "", "gguf", linear.codes, target.capability)),
-        )
-        for linear, matrix in _matrices(contents.linears, 1)
-    ]
-    return _joined("llama.cpp", release, linears)
+    alone = replace(target, tensor_parallel=1)
+    return _by_kernels("llama.cpp", release, "gguf", contents.linears, alone)
 
 
 def _by_tables(engine: str, contents: Contents, target: Target) -> EngineAnswer:
@@ -231,19 +224,7 @@ def _by_rules(
         return answer("does not", f"{full_name} reads no GGUF files by itself")
     if method and not rules.has(method, release):
         return answer("does not", f"{full_name} has no quantization method {method}")
-    kernels: list[tuple[StoredLinear, RankMatrix | None, KernelAnswer]] = []
-    for linear, matrix in _matrices(linears, target.tensor_parallel):
-        question = Question(
-            engine,
-            release,
-            method,
-            linear.codes,
-            target.capability,
-            _shape_of(matrix),
-            EXPERTS in linear.module,
-        )
-        kernels.append((linear, matrix, _kernel(linear, matrix, question)))
-    joined = _joined(engine, release, kernels)
+    joined = _by_kernels(engine, release, method, linears, target)
     if joined.answer != "loads" or rules.has(architecture, release):
         return joined
     reason = f"{architecture} is not in the list of {full_name}"
@@ -312,19 +293,16 @@ def _matrices(
                 yield linear, RankMatrix.of(linear.module, outputs, linear.shape[1], ranks)
 
 
-def _shape_of(matrix: RankMatrix | None) -> tuple[int, int] | None:
-    return None if matrix is None else (matrix.out_features, matrix.in_features)
-
-
-def _joined(
-    engine: str,
-    release: str,
-    linears: Iterable[tuple[StoredLinear, RankMatrix | None, KernelAnswer]],
+def _by_kernels(
+    engine: str, release: str, method: str, linears: Iterable[StoredLinear], target: Target
 ) -> EngineAnswer:
     """The worst answer of all linears, and the linears by kind."""
     groups: dict[tuple[str, tuple[int, int] | None, KernelAnswer], list[str]] = {}
-    for linear, matrix, kernel in linears:
-        key = linear.codes.label, _shape_of(matrix), kernel
+    for linear, matrix in _matrices(linears, target.tensor_parallel):
+        codes, is_expert = linear.codes, EXPERTS in linear.module
+        shape = None if matrix is None else (matrix.out_features, matrix.in_features)
+        question = Question(engine, release, method, codes, target.capability, shape, is_expert)
+        key = codes.label, shape, _kernel(linear, matrix, question)
         groups.setdefault(key, []).append(linear.module)
     answers = tuple(
         LinearAnswer(kind, codes, shape, kernel)

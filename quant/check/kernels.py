@@ -20,7 +20,6 @@ from ...base.processor import processor_flags
 
 Answer = Literal["loads", "does not", "unknown"]
 _RULES = Path(__file__).with_name("rules")
-_NEWEST_CARD = 999
 CPU = 0
 """This machine's processor, where a card would have its compute capability."""
 
@@ -50,24 +49,6 @@ class Codes:
     def key(self) -> str:
         """Name in the rules: `int4`, `int8+int8`, `fp8+fp8`."""
         return f"{self.kind}+{self.inputs}" if self.inputs else self.kind
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A kernel and the compute capabilities that it serves."""
-
-    name: str
-    first: int = 0
-    last: int = _NEWEST_CARD
-    falls_back: bool = False
-
-    @property
-    def label(self) -> str:
-        """The kernel with its cards: `Marlin (7.5 and newer)`."""
-        first, last = f"{self.first / 10:.1f}", f"{self.last / 10:.1f}"
-        if self.last == _NEWEST_CARD:
-            return f"{self.name} ({first} and newer)" if self.first else self.name
-        return f"{self.name} ({first})" if first == last else f"{self.name} ({first} to {last})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,27 +146,32 @@ def kernel_for(question: Question) -> KernelAnswer:
         return KernelAnswer("does not", reason=reason, source=rows[0]["source"] if rows else "")
     if capability == CPU:
         return KernelAnswer("loads", fitting[0]["cpu"], source=fitting[0]["source"])
-    kernels = [
-        (Kernel(k["name"], k.get("from", 0), k.get("to", _NEWEST_CARD), "falls_back" in k), row)
-        for row in fitting
-        for k in row["kernels"]
-    ]
+    kernels = [(kernel, row) for row in fitting for kernel in row["kernels"]]
     row = fitting[-1]
     if capability is None:
-        names = ", ".join(dict.fromkeys(kernel.label for kernel, _ in kernels))
+        names = ", ".join(dict.fromkeys(_label(kernel) for kernel, _ in kernels))
         answer = KernelAnswer("loads", names, source=row["source"])
         return _on_tiles(row, question, answer)
     for kernel, row in kernels:
-        if kernel.first <= capability <= kernel.last:
-            reason = "the fast kernel needs another card" if kernel.falls_back else ""
-            falls_back = kernel.falls_back
-            answer = KernelAnswer("loads", kernel.name, reason, falls_back, row["source"])
+        if kernel.get("from", 0) <= capability <= kernel.get("to", capability):
+            falls_back = "falls_back" in kernel
+            reason = "the fast kernel needs another card" if falls_back else ""
+            answer = KernelAnswer("loads", kernel["name"], reason, falls_back, row["source"])
             return _on_tiles(row, question, answer)
-    names = ", ".join(kernel.label for kernel, _ in kernels)
+    names = ", ".join(_label(kernel) for kernel, _ in kernels)
     reason = (
         row.get("otherwise") or f"on compute capability {capability / 10:.1f} there is no {names}"
     )
     return KernelAnswer("does not", reason=reason, source=row["source"])
+
+
+def _label(kernel: Mapping[str, Any]) -> str:
+    """A kernel with the compute capabilities that it serves: `Marlin (7.5 and newer)`."""
+    first, last = kernel.get("from", 0), kernel.get("to")
+    if last is None:
+        return f"{kernel['name']} ({first / 10:.1f} and newer)" if first else kernel["name"]
+    cards = f"{first / 10:.1f}" if first == last else f"{first / 10:.1f} to {last / 10:.1f}"
+    return f"{kernel['name']} ({cards})"
 
 
 def _rows(question: Question) -> Iterator[Mapping[str, Any]]:
