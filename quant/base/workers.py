@@ -203,35 +203,16 @@ def gathered(value: Answer) -> list[Answer]:
     return values
 
 
-def owners_of(costs: Sequence[float]) -> tuple[list[int], list[float]]:
-    """The worker of each task, the dearest first to the least loaded, and the loads of all workers."""
-    owners, loads = [0] * len(costs), [0.0] * count()
-    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
-        owners[number] = loads.index(min(loads))
-        loads[owners[number]] += costs[number]
-    return owners, loads
-
-
-def owners_in_gaps(costs: Sequence[float], spare: Sequence[float]) -> list[int | None]:
-    """The worker of each further task, while the busiest is at its own; None: none has time."""
-    loads = owners_of(costs)[1]
-    most = max(loads)
-    owners: list[int | None] = [None] * len(spare)
-    for number in sorted(range(len(spare)), key=lambda number: (-spare[number], number)):
-        owner = loads.index(min(loads))
-        if loads[owner] + spare[number] <= most:
-            owners[number] = owner
-            loads[owner] += spare[number]
-    return owners
-
-
 def shared_out(
     tasks: Sequence[Task], costs: Sequence[float], run: Callable[[Task], Answer]
 ) -> list[Answer]:
     """Answers to independent tasks, the dearest first by the least loaded; the first exception in all."""
     if count() == 1:
         return [run(task) for task in tasks]
-    owners, _ = owners_of(costs)
+    owners, loads = [0] * len(costs), [0.0] * count()
+    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+        owners[number] = loads.index(min(loads))
+        loads[owners[number]] += costs[number]
     results = {
         number: tried(partial(run, task))
         for number, task in enumerate(tasks)

@@ -7,10 +7,10 @@ the order of the linears, their statistics, and the fallback to RTN.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -70,23 +70,17 @@ def execution_stages(family: LayerMap, linears: Collection[str]) -> list[list[tu
     return list(stages.values())
 
 
-class _Measurement(NamedTuple):
-    """Errors of a linear that are to be measured, on calibration or on held-out inputs."""
-
-    linear: str
-    held_out: bool
-
-
 class StageWork:
-    """Codes and reports of a layer; measurements that wait are made where workers wait for each other."""
+    """Codes and reports of a layer. Of several workers each solves some of the linears; errors are measured
+    together with the next stage, by the workers that have time."""
 
     def __init__(self, problem: LayerProblem):
         self.problem = problem
         self.codes: dict[str, QuantizedTensor] = {}
         self.reports: dict[str, ModuleReport] = {}
         self.damps: dict[str, float] = {}
-        self._waiting: list[_Measurement] = []
-        self._errors: dict[_Measurement, workers.Tried] = {}
+        self._unmeasured: list[tuple[str, bool]] = []  # linears, with True on held-out inputs
+        self._errors: dict[tuple[str, bool], list[float]] = {}
 
     def measure(self, linears: set[str]) -> None:
         assert self.problem.remeasure is not None
@@ -103,56 +97,48 @@ class StageWork:
                 with solving(self.problem, linears):
                     self.quantize(linears)
             return
-        costs = [self._cost(linears) for linears in groups]
-        device = self.problem.weights[groups[0][0]].device
-        self._measure_errors(workers.owners_in_gaps(costs, self._costs_of_waiting()))
-        parts = workers.shared_out(groups, costs, self._apart)
-        for tensors, reports, damps in parts:
-            self.codes |= {name: codes.to(device) for name, codes in tensors.items()}
+        solved = self._shared_out(groups)
+        for tensors, reports, damps in solved:
+            for name, codes in tensors.items():
+                self.codes[name] = codes.to(self.problem.weights[name].device)
             self.reports |= reports
             self.damps |= damps
             for name in damps:
                 sets = (False, True) if name in self.problem.held_out else (False,)
-                self._waiting += [_Measurement(name, held_out) for held_out in sets]
+                self._unmeasured += [(name, held_out) for held_out in sets]
 
-    def _costs_of_waiting(self) -> list[float]:
-        shapes = [self.problem.weights[waiting.linear].shape for waiting in self._waiting]
-        return [float(columns**2 * min(rows, REPORTED_ROWS)) for rows, columns in shapes]
+    def _shared_out(
+        self, groups: Sequence[tuple[str, ...]]
+    ) -> list[tuple[dict[str, QuantizedTensor], dict[str, ModuleReport], dict[str, float]]]:
+        """Codes, reports and dampings of groups, and errors of what is not measured yet."""
+        measured, self._unmeasured = self._unmeasured, []
+        shapes = [self.problem.weights[name].shape for name, _ in measured]
+        costs = [float(columns**2 * min(rows, REPORTED_ROWS)) for rows, columns in shapes]
+        tasks: list[Callable[[], Any]] = [partial(self._apart, linears) for linears in groups]
+        tasks += [partial(self._measured, *measurement) for measurement in measured]
+        costs = [*map(self._cost, groups), *costs]
+        answers = workers.shared_out(tasks, costs, lambda task: task())
+        self._errors |= zip(measured, answers[len(groups) :], strict=True)
+        return answers[: len(groups)]
 
-    def _measure_errors(self, owners: Sequence[int | None]) -> None:
-        """Do the queued measurements that this rank owns; those without an owner stay in the queue."""
-        waiting, self._waiting = self._waiting, []
-        for measurement, owner in zip(waiting, owners, strict=True):
-            if owner is None:
-                self._waiting.append(measurement)
-            elif owner == workers.rank():
-                errors = workers.tried(partial(self._measured, measurement))
-                self._errors[measurement] = errors
-
-    def _measured(self, measurement: _Measurement) -> list[float]:
-        problem, name = self.problem, measurement.linear
+    def _measured(self, name: str, held_out: bool) -> list[float]:
+        problem = self.problem
         with solving(problem, [name]):
             weight = problem.weights[name]
             both = self.codes[name].dequantize(), round_plain(problem, name, weight).dequantize()
-            record = (problem.held_out if measurement.held_out else problem.statistics)[name]
+            record = (problem.held_out if held_out else problem.statistics)[name]
             return record.sampled_errors(weight, *both)
 
     def report_all(self) -> None:
         """Report what is solved and not yet reported; the workers meet if there is any."""
         if not self.damps:
             return
-        self._measure_errors(workers.owners_of(self._costs_of_waiting())[0])
-        every: dict[_Measurement, workers.Tried] = {}
-        for errors in workers.gathered(self._errors):
-            every |= errors
+        self._shared_out([])
         for name, damp in self.damps.items():
-            unseen = [None, None]
-            if name in self.problem.held_out:
-                unseen = workers.opened(every[_Measurement(name, held_out=True)])
             self.reports[name] = ModuleReport(
                 full_name(self.problem.prefix, name),
-                *workers.opened(every[_Measurement(name, held_out=False)]),
-                *unseen,
+                *self._errors[name, False],
+                *self._errors.get((name, True), (None, None)),
                 num_tokens=self.problem.statistics[name].num_tokens,
                 damp=damp,
             )

@@ -132,14 +132,6 @@ def test_lanes_are_whole_batches_and_end_where_they_say(
     assert lanes == list(range(*counts)) and len(lanes) <= LANES
 
 
-def test_what_may_wait_fills_gaps_and_makes_no_worker_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(workers, "count", lambda: 2)
-    assert workers.owners_in_gaps([10.0, 4.0], [3.0, 7.0, 2.0, 2.0]) == [1, None, 1, None]
-    assert workers.owners_in_gaps([5.0], [5.0, 1.0]) == [1, None]
-
-
 @pytest.mark.whole
 def test_two_workers_write_the_bytes_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
