@@ -6,7 +6,7 @@ by the config alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ...base.errors import BadInput
 from ..base.scheme import Scheme
 from ..families.registry import type_of
-from ..formats.registry import module_scheme, quantized_modules
+from ..formats.registry import module_scheme, names_with_weights, quantized_modules
 from ..model.checkpoint import Checkpoint, gguf_file_of
 from ..model.parameters import ModelParameters, by_kind, model_parameters, unquantized_modules
 from .findings import Finding
@@ -130,7 +130,7 @@ def read_contents(path: Path, *, trust_remote_code: bool = False) -> Contents:
             shapes,  # pyright: ignore[reportArgumentType]  # of two dimensions
             schemes,
             unquantized_modules(checkpoint, modules, parameters),
-            [*plain_tensors(checkpoint, modules), *(f"{module}.weight" for module in modules)],
+            names_with_weights(checkpoint, modules),
             parameters,
             type_of(text) if text is not checkpoint.config else "",
         )
@@ -161,17 +161,6 @@ def marked_modules(checkpoint: Checkpoint) -> list[str]:
             if name.endswith(marker) and not name.endswith((".k_scale", ".v_scale"))
         }
     )
-
-
-def plain_tensors(checkpoint: Checkpoint, modules: Iterable[str]) -> list[str]:
-    """Names of the tensors that belong to no quantized linear, but for its bias."""
-    quantized = {*modules}
-
-    def owned(name: str) -> bool:
-        parts = name.split(".")
-        return any(".".join(parts[:-count]) in quantized for count in (1, 2, 3))
-
-    return [name for name in checkpoint.names if name.endswith(".bias") or not owned(name)]
 
 
 def _misshapen(module: str, stored: Sequence[int], expected: Sequence[int]) -> Finding:

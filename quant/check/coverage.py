@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from ...base.errors import BadInput
-from ..formats.registry import FORMATS, format_of, tensor_names
+from ..formats.registry import FORMATS, format_of, names_with_weights
 from ..kinds.base.format import Skips, WeightFormat
 from ..model.architecture import HEAD
 from ..model.checkpoint import Checkpoint
@@ -18,9 +18,7 @@ def model_faults(
     checkpoint: Checkpoint, modules: Collection[str], parameters: ModelParameters
 ) -> Iterator[Finding]:
     """Findings about missing and undeclared modules, one for each kind of module."""
-    stored = {name for module in modules for name in tensor_names(checkpoint, module)}
-    names = [*(name for name in checkpoint.names if name not in stored)]
-    names += [f"{module}.weight" for module in modules]
+    names = names_with_weights(checkpoint, modules)
     apart = parameters.experts_apart(names)  # which loaders take that keep each expert by itself
     missing = [name for name in parameters.missing(names) if name.rpartition(".")[0] not in apart]
     text = "of the model is in no file: the checkpoint is incomplete"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -135,6 +135,13 @@ def module_scheme(checkpoint: Checkpoint, module: str) -> Scheme:
 def tensor_names(checkpoint: Checkpoint, module: str) -> set[str]:
     names = (module + suffix for suffix in checkpoint_format(checkpoint).suffixes)
     return {name for name in names if name in checkpoint}
+
+
+def names_with_weights(checkpoint: Checkpoint, modules: Collection[str]) -> list[str]:
+    """Names of all tensors, with `weight` in place of those of a quantized linear."""
+    stored = {name for module in modules for name in tensor_names(checkpoint, module)}
+    plain = [name for name in checkpoint.names if name not in stored]
+    return plain + [f"{module}.weight" for module in modules]
 
 
 def read_quantized(checkpoint: Checkpoint, module: str) -> QuantizedTensor:
