@@ -127,14 +127,8 @@ def _scaled(width: int, height: int, longest: int) -> tuple[int, int]:
 
 
 # By the names of transformers' modules: CLIP and SigLIP (LLaVA, Gemma 3, SmolVLM), Pixtral, InternVL and
-# Qwen-VL. A linear that is not named here is quantized without scales. A test holds each fold against the
-# module itself.
-_TOWER_INPUTS: tuple[tuple[str, ...], ...] = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("feed_forward.gate_proj", "feed_forward.up_proj"),
-)
+# Qwen-VL. Linears that read one input are the targets of one fold; a linear that is not named here is
+# quantized without scales. A test holds each fold against the module itself.
 _TOWER_FOLDS = (
     Fold("layer_norm1", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     Fold("layer_norm2", ("mlp.fc1",)),
@@ -158,7 +152,7 @@ def vision_map(linears: Sequence[str], names: Collection[str]) -> LayerMap:
     """The map of a tower's block, or a projector; linears in order of modules, `names` of tensors."""
     groups: list[tuple[str, ...]] = []
     for linear in linears:
-        shared = next((group for group in _TOWER_INPUTS if linear in group), (linear,))
+        shared = next((f.targets for f in _TOWER_FOLDS if linear in f.targets), (linear,))
         shared = shared if set(shared) <= set(linears) else (linear,)
         groups += [shared] if shared not in groups else []
     folds = tuple(
