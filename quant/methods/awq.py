@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -74,22 +73,16 @@ _MAX_SHRINK = 0.5  # of a range by clipping, as in AWQ's code
 _MIN_ROWS, _VALUES = 256, 2**17  # weights per chunk: small enough to stay in a core's cache
 
 
-class Clipped(NamedTuple):
-    """A weight `[out, in]` after clipping, and the share of clipped groups in each row `[out]`."""
-
-    weight: torch.Tensor
-    shares: torch.Tensor
-
-
 def clip_groups(
     weight: torch.Tensor,
     gram: torch.Tensor,
     columns: torch.Tensor,
     scheme: IntScheme,
     scale_dtype: torch.dtype,
-) -> Clipped:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Clamp each group, alone as in AWQ, to the magnitude of least output error, down to half of it.
-    `weight`, float32 `[out, in]`, is scaled by `columns` `[in]`, its input's `gram` is not."""
+    `weight`, float32 `[out, in]`, is scaled by `columns` `[in]`, its input's `gram` is not. Returns it, and
+    the share of clipped groups in each row `[out]`."""
     out_features, in_features = weight.shape
     size = in_features // scheme.num_groups(in_features)
     clipped = torch.empty_like(weight)
@@ -105,7 +98,7 @@ def clip_groups(
             torch.clamp(part, -limit[:, None], limit[:, None], out=part)
             clipped[rows, group] = part
             num_clipped[rows] += limit < largest
-    return Clipped(clipped, num_clipped * size / in_features)
+    return clipped, num_clipped * size / in_features
 
 
 def _best_limit(
@@ -389,8 +382,8 @@ class _Work:
         problem, columns = self.problem, self.linears[name].columns
         record, dtype = problem.statistics[name], problem.scale_dtypes[name]
         if name not in problem.family.unclipped:
-            clipped = clip_groups(scaled, record.gram, columns, scheme, dtype)
-            yield round_plain(problem, name, clipped.weight), clipped.shares
+            clipped, shares = clip_groups(scaled, record.gram, columns, scheme, dtype)
+            yield round_plain(problem, name, clipped), shares
         squares = importance(problem, name, columns)
         if problem.options.ranges == "weighted" and squares is not None:
             grid = linear_grid(problem, name, scaled)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kinds.base.grid import Columns, Grid, Parameters, group_of, joined
+from ..kinds.base.tensor import QuantizedTensor
 
 _MAX_DAMP = 1.0
 _LEAST_RAISED = 0.005
@@ -121,14 +122,6 @@ def asymmetric_shift(
     return shift
 
 
-@dataclass(frozen=True, slots=True)
-class Solved:
-    """A solved weight: values `[out, in]` and parameters, for `Grid.tensor`."""
-
-    values: torch.Tensor
-    parameters: Parameters
-
-
 class Solver:
     """Rounds a weight `[out, in]` of linears that share their input.
 
@@ -167,7 +160,7 @@ class Solver:
         if self.static:
             self._fit_all(weight, num_groups)
 
-    def run(self) -> Solved | None:
+    def run(self) -> QuantizedTensor | None:
         """The solved weight, once; None if an error overflows."""
         in_features, out_features = self.weight.shape
         span, leaf = _SPAN, _LEAF
@@ -209,7 +202,7 @@ class Solver:
             bool(torch.isfinite(torch.stack(torch.aminmax(part))).all()) for part in extremes
         ):
             return None
-        return Solved(self._values(), parameters)
+        return self.grid.tensor(self._values(), parameters)
 
     def _fit_all(self, weight: torch.Tensor, num_groups: int) -> None:
         """Fit all groups to the original weight `[out, in]`."""

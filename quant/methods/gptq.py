@@ -201,13 +201,12 @@ class StageWork:
         if permuted:  # groups are made of channels that are next to each other in rounding order
             slots = torch.arange(len(slots)).flip(0)
         static, weighted = options.act_order == "static", options.ranges == "weighted"
-        solved = Solver(
+        whole = Solver(
             weight, factor, grid, slots=slots, static_groups=static, weighted=weighted
         ).run()
-        if solved is None:
+        if whole is None:
             self._round(names, "the corrections grew beyond what its scales can hold")
             return
-        whole = grid.tensor(solved.values, solved.parameters)
         if permuted:  # columns in rounding order become the weight's, with a group index
             assert isinstance(whole, IntTensor)
             channels = factor.channels.flip(0)

@@ -76,12 +76,12 @@ class _Work(StageWork):
             own = own_gram(self.problem, name)
             own = None if own is None else sides.of_inputs(own)
             turned += asymmetric_shift(turned, sides.of_inputs(cross), factor, own)
-        solved = Solver(
+        tensor = Solver(
             turned, factor, grid, slots=factor.channels, static_groups=True, weighted=False
         ).run()
-        if solved is None:
+        if tensor is None:
             return None
-        tensor = grid.tensor(solved.values, solved.parameters)
+        assert isinstance(tensor, TransformedTensor)
         fitted = fitted_scales(sides, tensor.inner(), weight, gram, damp)
         return tensor.with_scales(fitted.inputs, fitted.outputs), factor.damp
 
@@ -110,9 +110,7 @@ def _finetuned(problem: LayerProblem, result: LayerResult) -> LayerResult:
         tensor = result.weights[name] = parts[name].tensor()
         require_scales(tensor, before.module)
         effective = tensor.dequantize()
-        report = problem.report(
-            name, effective, effective, damp=before.damp, fallback=before.fallback
-        )
-        yardstick = before.rtn_error, before.rtn_held_out_error
-        reports.append(replace(report, rtn_error=yardstick[0], rtn_held_out_error=yardstick[1]))
+        tuned = problem.report(name, effective, effective)
+        errors = {"error": tuned.error, "held_out_error": tuned.held_out_error}
+        reports.append(replace(before, **errors))
     return replace(result, reports=reports)
