@@ -51,12 +51,8 @@ class CheckReport:
         return EXIT_CODES[self.answer]
 
     def as_dict(self) -> dict[str, Any]:
-        return {"checkpoint": str(self.path), "answer": self.answer} | {
-            "method": self.method,
-            "linears": [asdict(kind) for kind in self.linears],
-            "engines": [asdict(engine) for engine in self.engines],
-            "findings": [asdict(finding) for finding in self.findings],
-        }
+        fields = asdict(self)
+        return {"checkpoint": str(fields.pop("path")), "answer": self.answer} | fields
 
 
 def check(

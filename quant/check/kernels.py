@@ -9,7 +9,7 @@ them for a config alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -75,10 +75,10 @@ class EngineRules:
 
     name: str
     source: str
-    versions: tuple[str, ...]
-    methods: frozenset[str]
-    architectures: frozenset[str]
-    lacking: Mapping[str, frozenset[str]]
+    versions: Sequence[str]
+    methods: Sequence[str]
+    architectures: Sequence[str]
+    lacking: Mapping[str, Sequence[str]]
 
     def version(self, wanted: str | None) -> str:
         """The full version of a prefix, the newest by default; BadInput for one without rules."""
@@ -99,17 +99,7 @@ class EngineRules:
 def engine_rules() -> Mapping[str, EngineRules]:
     """The rules of vLLM, SGLang and TensorRT-LLM, by the engine's name on the command line."""
     data = json.loads((_RULES / "engines.json").read_text(encoding="utf-8"))
-    return {
-        engine: EngineRules(
-            entry["name"],
-            entry["source"],
-            tuple(entry["versions"]),
-            frozenset(entry["methods"]),
-            frozenset(entry["architectures"]),
-            {version: frozenset(names) for version, names in entry["lacking"].items()},
-        )
-        for engine, entry in data.items()
-    }
+    return {engine: EngineRules(**entry) for engine, entry in data.items()}
 
 
 @cache

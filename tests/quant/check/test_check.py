@@ -133,7 +133,7 @@ def test_every_rule_has_a_source_and_names_of_its_engine() -> None:
     for row in kernel_rows():
         assert row["source"] and (row["kernels"] or row["cpu"])
         if row["engine"] in rules:
-            assert {*row["methods"]} & rules[row["engine"]].methods
+            assert {*row["methods"]} & {*rules[row["engine"]].methods}
     assert all(engine.source and len(engine.versions) <= 3 for engine in rules.values())
 
 
