@@ -99,18 +99,10 @@ def _pooled(settings: ImageSettings, width: int, height: int) -> ImageTokens:
 _FOUR_NORMS = replace(QK_NORM, norms_per_layer=4)
 
 
-def _by_kind(config: Config) -> dict[str, RopeSpec]:
-    return {
-        kind: RopeSpec.from_config({**config, "rope_parameters": part})
-        for kind, part in config["rope_parameters"].items()
-    }
-
-
 def _gemma3n(shape: ModelShape, config: Config) -> Choices:
-    kinds = _by_kind(config)
     inner, sparsity = config["intermediate_sizes"], config["activation_sparsity_pattern"]
     return {
-        "ropes": tuple(kinds[kind] for kind in config["layer_types"]),
+        "ropes": ropes(config)["ropes"],
         "names": GEMMA_NORMS,
         "activation": config["hidden_activation"],
         "attention_scale": 1.0,
@@ -150,8 +142,7 @@ _MIXTURE: dict[str, Any] = {
 
 def _gemma4(shape: ModelShape, config: Config) -> Choices:
     sizes = _gemma4_layers(shape, config)
-    kinds, layer_types = _by_kind(config), config["layer_types"]
-    pairs = zip(layer_types, sizes, strict=True)
+    pairs = zip(ropes(config)["ropes"], sizes, strict=True)
     # The tokens of an image attend to all of it in layers with a sliding window.
     in_images = config.get("use_bidirectional_attention") == "vision"
     width = config["hidden_size_per_layer_input"] or 0
@@ -163,11 +154,13 @@ def _gemma4(shape: ModelShape, config: Config) -> Choices:
     return {
         "shape": replace(shape, experts=mixture),
         "mlp_beside_experts": mixture is not None,
-        "ropes": tuple(replace(kinds[kind], width=layer.head_dim) for kind, layer in pairs),
+        "ropes": tuple(replace(rope, width=layer.head_dim) for rope, layer in pairs),
         "names": names,
         "activation": config["hidden_activation"],
         "attention_scale": 1.0,
-        "bidirectional": tuple(in_images and kind != "full_attention" for kind in layer_types),
+        "bidirectional": tuple(
+            in_images and kind != "full_attention" for kind in config["layer_types"]
+        ),
         "embedding_scale": sqrt(shape.hidden_size),
         "logit_softcap": config["final_logit_softcapping"],
         "layers": sizes,
