@@ -21,9 +21,9 @@ from ..formats.registry import checkpoint_format, marked_modules, quantized_modu
 from ..kinds.base.format import CACHE_SCALES
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.kind import IntTensor
-from ..model.checkpoint import MANIFEST_NAME, Checkpoint, read_json
+from ..model.checkpoint import MANIFEST_NAME, Checkpoint, kind_name, read_json
 from .findings import Finding
-from .reference import Comparison, family_of
+from .reference import Comparison
 
 # Deviation of a logarithm from the family's median, with the largest of the sound models after it.
 _FARTHEST = {
@@ -68,7 +68,7 @@ def damage(checkpoint: Checkpoint, reference: Checkpoint | None = None) -> Itera
             continue
         yield from statistics.faults
         if not statistics.faults:
-            families[family_of(module)].append(statistics)
+            families[kind_name(module)].append(statistics)
             if comparison is not None:
                 yield from comparison.add(module, tensor)
         checkpoint.release()
@@ -78,7 +78,7 @@ def damage(checkpoint: Checkpoint, reference: Checkpoint | None = None) -> Itera
             continue
         yield from statistics.faults
         if not statistics.faults:
-            families[family_of(statistics.module)].append(statistics)
+            families[kind_name(statistics.module)].append(statistics)
     if refusal and not faulty:
         yield Finding("unreadable", str(checkpoint.path), refusal)
     yield from _zero_points([weight for family in families.values() for weight in family])

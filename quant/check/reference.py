@@ -7,7 +7,6 @@ of a kind are off as they are, a factor of each row and column, and a rotation o
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,19 +16,13 @@ import torch
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.ggml.scheme import GgufScheme
-from ..model.checkpoint import Checkpoint
+from ..model.checkpoint import Checkpoint, kind_name
 from .findings import Finding
 
 _TIMES_ROUNDING = 3.0
 _LEAST, _MOST = 0.05, 0.9  # relative errors that are never, and always, off
 _FITS = 3
 _COMPARED_ROWS = 64  # for the search of the linear that a weight belongs to
-_NUMBER = re.compile(r"\.\d+(?=\.)")
-
-
-def family_of(module: str) -> str:
-    """The linears that differ in layer or expert alone: `model.layers.*.mlp.up_proj`."""
-    return _NUMBER.sub(".*", module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +47,7 @@ class Comparison:
         self._families: dict[str, list[_Compared]] = defaultdict(list)
         self._named: dict[str, list[str]] = defaultdict(list)
         for name in reference.names:
-            self._named[family_of(name)].append(name)
+            self._named[kind_name(name)].append(name)
 
     def add(self, module: str, tensor: QuantizedTensor) -> Iterator[Finding]:
         """Compare a linear; findings for one that the reference does not have in this shape."""
@@ -76,7 +69,7 @@ class Comparison:
             fitted = _relative(values, self._fit(module, values, weight))
             if fitted > limit:
                 found_as = self._found_as(module, values, weight, limit)
-        self._families[family_of(module)].append(_Compared(module, error, fitted, limit, found_as))
+        self._families[kind_name(module)].append(_Compared(module, error, fitted, limit, found_as))
         self._reference.release()
 
     def findings(self) -> Iterator[Finding]:
@@ -115,7 +108,7 @@ class Comparison:
         if weight.shape[0] == weight.shape[1] and _relative(values.T, weight) <= limit:
             return "; it is transposed"
         layer = module.partition(".experts.")[0] if ".experts." in module else ""
-        for name in self._named[family_of(f"{module}.weight")]:
+        for name in self._named[kind_name(f"{module}.weight")]:
             if not name.startswith(layer) or name == f"{module}.weight":
                 continue
             if self._reference.shape(name) != tuple(values.shape):

@@ -13,7 +13,7 @@ from torch import nn
 from ...base.errors import BadInput
 from ..families.layer_map import LayerMap
 from ..families.registry import type_of
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, kind_name
 
 if TYPE_CHECKING:
     from .meta_model import MetaModel
@@ -186,7 +186,7 @@ def named_architecture(checkpoint: Checkpoint) -> Architecture:
     layers = [
         LayerMap(tuple((name,) for name in names), (), frozenset()) for names in linears.values()
     ]
-    kinds = Counter(re.sub(r"\.\d+(?=\.|$)", ".*", module) for module in left)
+    kinds = Counter(map(kind_name, left))
     note = (
         "note: linears are told by name and shape; as they are stay the output projection and "
         f"{', '.join(kinds) or 'no other matrix'}; --ignore REGEX leaves more out"

@@ -45,6 +45,14 @@ def expert_of(module: str) -> int | None:
     return int(expert[1]) if expert else None
 
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def kind_name(module: str) -> str:
+    """A name for all that differ in layer or expert alone: `model.layers.*.mlp.up_proj`."""
+    return _NUMBER.sub("*", module)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or `BadInput` naming the file and the line."""
     try:

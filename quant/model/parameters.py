@@ -19,7 +19,7 @@ from torch import nn
 from ...base.errors import BadInput
 from .architecture import HEAD
 from .auto import build_on_meta, read_config
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, kind_name
 from .experts import GATE, experts_of, patch_of
 from .meta_model import WeightMap
 
@@ -186,7 +186,6 @@ class ModelParameters:
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _BUFFERS = (r"rotary_emb\.", r"\.attn\.(masked_)?bias$", r"(^|\.)mtp\.", r"position_ids$")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def model_parameters(checkpoint: Checkpoint) -> ModelParameters | str:
@@ -237,7 +236,7 @@ def by_kind(names: Iterable[str]) -> list[str]:
     """Names that differ in layer or expert as one, with their number: `model.layers.*.mlp.gate (24)`."""
     kinds: dict[str, list[str]] = {}
     for name in names:
-        kinds.setdefault(_NUMBER.sub("*", name), []).append(name)
+        kinds.setdefault(kind_name(name), []).append(name)
     return [
         members[0] if len(members) == 1 else f"{kind} ({len(members)})"
         for kind, members in kinds.items()
