@@ -44,19 +44,15 @@ class _Rounded:
 
     codes: QuantizedTensor
     columns: torch.Tensor
-    smoothed: bool
     seen: float
     held_out: float | None
 
 
 def quantize_layer(problem: LayerProblem) -> LayerResult:
     chosen = each_linear(
-        problem,
-        lambda name: _round(
-            problem, name, torch.ones(problem.weights[name].shape[1]), smoothed=False
-        ),
+        problem, lambda name: _round(problem, name, torch.ones(problem.weights[name].shape[1]))
     )
-    plain = dict(chosen)
+    plain, smoothed = dict(chosen), set[str]()
     norms: dict[str, torch.Tensor] = {}
     norm_biases: dict[str, torch.Tensor] = {}
     routers: dict[str, torch.Tensor] = {}
@@ -68,23 +64,21 @@ def quantize_layer(problem: LayerProblem) -> LayerResult:
         columns = column_scales(fold, rows)
         targets = [name for name in fold.targets if name in problem.weights]
         try:
-            trial = {name: _round(problem, name, columns, smoothed=True) for name in targets}
+            trial = {name: _round(problem, name, columns) for name in targets}
         except BadInput:  # scaled weights overflow the dtype of their scales
             continue
         if sum(trial[name].seen for name in targets) < sum(plain[name].seen for name in targets):
             chosen |= trial
+            smoothed.update(trial)
             norms[fold.source] = norm
             norm_biases |= divided_bias(fold, problem, rows)
             scaled = [name for name in fold.targets if name in problem.routers]
             routers |= {name: problem.routers[name] * columns for name in scaled}
     if problem.options.solver == "gptq":  # error feedback on the smoothed inputs
         columns = {name: linear.columns for name, linear in chosen.items()}
-        smoothed = replace(scaled_problem(problem, columns, {}), held_out={}, remeasure=None)
-        codes = gptq.quantize_layer(smoothed).weights
-        chosen = {
-            name: _judged(problem, name, codes[name], linear.columns, smoothed=linear.smoothed)
-            for name, linear in chosen.items()
-        }
+        folded = replace(scaled_problem(problem, columns, {}), held_out={}, remeasure=None)
+        codes = gptq.quantize_layer(folded).weights
+        chosen = {name: _judged(problem, name, codes[name], columns[name]) for name in chosen}
     weights: dict[str, QuantizedTensor] = {n: linear.codes for n, linear in chosen.items()}
     reports = [
         ModuleReport(
@@ -94,7 +88,7 @@ def quantize_layer(problem: LayerProblem) -> LayerResult:
             held_out_error=linear.held_out,
             rtn_held_out_error=plain[name].held_out,
             num_tokens=problem.statistics[name].num_tokens,
-            ratio=problem.options.alpha if linear.smoothed else None,
+            ratio=problem.options.alpha if name in smoothed else None,
         )
         for name, linear in chosen.items()
     ]
@@ -114,19 +108,14 @@ def smoothing_scales(fold: Fold, problem: LayerProblem) -> torch.Tensor:
     return torch.where(usable, scales, 1.0)
 
 
-def _round(problem: LayerProblem, name: str, columns: torch.Tensor, *, smoothed: bool) -> _Rounded:
+def _round(problem: LayerProblem, name: str, columns: torch.Tensor) -> _Rounded:
     with solving(problem, [name]):
         codes = round_weight(problem, name, problem.weights[name] * columns, columns)
-    return _judged(problem, name, codes, columns, smoothed=smoothed)
+    return _judged(problem, name, codes, columns)
 
 
 def _judged(
-    problem: LayerProblem,
-    name: str,
-    codes: QuantizedTensor,
-    columns: torch.Tensor,
-    *,
-    smoothed: bool,
+    problem: LayerProblem, name: str, codes: QuantizedTensor, columns: torch.Tensor
 ) -> _Rounded:
     weight, unseen = problem.weights[name], problem.held_out.get(name)
     seen = relative(_lost(weight, codes, columns, problem.statistics[name]), problem.energy(name))
@@ -134,7 +123,7 @@ def _judged(
     if unseen is not None:
         energy = float(unseen.row_errors(weight).sum())
         held_out = relative(_lost(weight, codes, columns, unseen), energy)
-    return _Rounded(codes, columns, smoothed, seen, held_out)
+    return _Rounded(codes, columns, seen, held_out)
 
 
 def _lost(
