@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class BadInput(ValueError):
     """Invalid input: the request cannot be carried out as given.
@@ -35,3 +38,15 @@ class Failure(RuntimeError):
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def reported_as(what: str, *, keeping: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """A context whose exceptions, of the many types that libraries raise, become BadInput: `what`, and the
+    first line. Those of the type `keeping` stay as they are."""
+    try:
+        yield
+    except keeping:
+        raise
+    except Exception as error:
+        raise BadInput(f"{what}: {first_line(error)}") from error

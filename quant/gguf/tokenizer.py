@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from ...base.errors import BadInput, first_line
+from ...base.errors import BadInput, reported_as
 from ..base.plain_tokenizer import processor_template
 from ..model.checkpoint import read_json
 from .keys import end_keys, template_keys
@@ -256,13 +256,11 @@ def _special_keys(folder: Path) -> dict[str, Any]:
     """Special token ids, add-BOS and add-EOS flags, and the chat template."""
     from transformers import AutoTokenizer
 
-    try:
+    with reported_as(f"{folder} has no usable tokenizer"):
         tokenizer: Any = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
         template = tokenizer.chat_template or processor_template(folder)
-    except Exception as error:  # a missing or broken file fails in many ways in there
-        raise BadInput(f"{folder} has no usable tokenizer: {first_line(error)}") from error
     bos, eos, padding = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     ids = {"bos": bos, "eos": eos, "padding": padding}
     keys: dict[str, Any] = {

@@ -12,7 +12,7 @@ from packaging.version import Version
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ...base.errors import BadInput, first_line
+from ...base.errors import BadInput, reported_as
 
 _GROUPS = {"bamba": "mamba_n_groups", "granitemoehybrid": "mamba_n_groups", "mamba2": "n_groups"}
 """Field with the number of groups of the gated Mamba norm, by model type."""
@@ -42,16 +42,10 @@ def read_config(
             raise BadInput(
                 f"model type {model_type!r} runs code of its checkpoint: give its folder"
             )
-        try:
+        with reported_as(f"{folder}: its code gives no config"):
             return AutoConfig.from_pretrained(folder, trust_remote_code=True)
-        except Exception as error:  # the checkpoint's code may raise anything
-            raise BadInput(f"{folder}: its code gives no config: {first_line(error)}") from error
-    try:
+    with reported_as(f"transformers refuses the {model_type} config"):
         return CONFIG_MAPPING[model_type].from_dict(_with_floats(dict(raw)))
-    except Exception as error:  # a config class may raise anything about its fields
-        raise BadInput(
-            f"transformers refuses the {model_type} config: {first_line(error)}"
-        ) from error
 
 
 def build_on_meta(
@@ -65,14 +59,9 @@ def build_on_meta(
         del config.quantization_config
     auto = auto_class(config, trust_remote_code)
     options |= {"dtype": dtype or torch.float32, "trust_remote_code": trust_remote_code}
-    try:
-        with torch.device("meta"):
-            return auto.from_config(config, **options)
-    except Exception as error:  # a module may raise anything about its config
-        raise BadInput(
-            f"transformers {transformers.__version__} does not build a {config.model_type}: "
-            f"{first_line(error)}"
-        ) from error
+    refusal = f"transformers {transformers.__version__} does not build a {config.model_type}"
+    with reported_as(refusal), torch.device("meta"):
+        return auto.from_config(config, **options)
 
 
 def auto_class(config: Any, trust_remote_code: bool = False) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...base.errors import BadInput, first_line
+from ...base.errors import BadInput, reported_as
 from .auto import build_on_meta, read_config
 from .checkpoint import Checkpoint
 from .experts import NAMES_ON_DISK, fused_experts, split_experts
@@ -173,7 +173,9 @@ class MetaModel:
 
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint = checkpoint
-        try:
+        path = checkpoint.path
+        where = path / "config.json" if path.is_dir() else path
+        with reported_as(f"{where} is not usable"):  # a wrong config fails in many places
             trusted = checkpoint.trust_remote_code
             config = read_config(checkpoint.config, checkpoint.folder, trust_remote_code=trusted)
             self.model: Any = build_on_meta(config, trust_remote_code=trusted)
@@ -184,10 +186,6 @@ class MetaModel:
             self._prefix, stack = decoder_layers(self.model, num_layers)
             self.layers: list[Any] = list(stack)[:num_layers]  # after them: MTP layers
             self.weight_map = WeightMap(checkpoint.names, self.model)
-        except Exception as error:  # a wrong config fails in many places in transformers
-            path = checkpoint.path
-            where = path / "config.json" if path.is_dir() else path
-            raise BadInput(f"{where} is not usable: {first_line(error)}") from error
         patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._ignored = [re.compile(pattern) for pattern in patterns]
         self.paths = [f"{self._prefix}.{index}" for index in range(len(self.layers))]

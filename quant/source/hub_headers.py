@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ...base.errors import BadInput, first_line
+from ...base.errors import BadInput, reported_as
 from .models import HUB_ID, hub_is_offline, resolve_model
 
 _SMALL = re.compile(r"[^/]*\.(json|model|txt|jinja)")
@@ -26,14 +26,9 @@ def headers_of(name: str) -> Iterator[Path]:
         return
     with TemporaryDirectory(prefix="llmopt-headers-") as folder:
         target = Path(folder) / name.rpartition("/")[2]
-        try:
+        refusal = f"model {name!r} is no folder here and the hub did not give it"
+        with reported_as(refusal, keeping=BadInput):
             _fetch(name, target)
-        except BadInput:
-            raise
-        except Exception as error:  # the hub raises a dozen types; the user needs one line
-            raise BadInput(
-                f"model {name!r} is no folder here and the hub did not give it: {first_line(error)}"
-            ) from error
         yield target
 
 

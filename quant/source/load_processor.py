@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...base.errors import BadInput, first_line
+from ...base.errors import BadInput, reported_as
 from ...base.extras import require
 from ..base.plain_tokenizer import plain_tokenizer, processor_template, quiet
 from ..families.registry import model_family, type_of
@@ -21,7 +21,7 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
     BadInput: it does not load. Code of the checkpoint runs only where it is trusted."""
     file = gguf_file_of(model)
     folder = model if file is None else file.parent
-    try:
+    with reported_as(f"{model}: the tokenizer does not load", keeping=BadInput):
         if file is not None:
             from ..gguf.container import GgufFile
             from ..gguf.read_tokenizer import own_tokenizer
@@ -32,11 +32,6 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
         if not getattr(tokenizer, "chat_template", None):
             tokenizer.chat_template = processor_template(folder)
         return tokenizer
-    except BadInput:
-        raise
-    except Exception as error:  # transformers and tokenizers raise many types for a broken file
-        reason = first_line(error)
-        raise BadInput(f"{model}: the tokenizer does not load: {reason}") from error
 
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -100,7 +95,7 @@ def load_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> 
             f"{folder} has no {' or '.join(_FILES)}: without them images cannot be processed"
         )
     require("a processor of images", "images", "PIL")
-    try:
+    with reported_as(f"{folder}: transformers cannot build its image processor"):
         image_processor = _image_processor(folder, trust_remote_code)
         kind = _processor_class(folder, trust_remote_code)
         description, _ = kind.get_processor_dict(folder)
@@ -108,10 +103,6 @@ def load_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> 
         available = {"image_processor": image_processor, "tokenizer": tokenizer}
         parts = [available.get(name) for name in kind.get_attributes()]
         return _without_checks(kind).from_args_and_dict(parts, description)
-    except Exception as error:  # transformers may fail in any way here
-        raise BadInput(
-            f"{folder}: transformers cannot build its image processor: {first_line(error)}"
-        ) from error
 
 
 def _image_processor(folder: Path, trust_remote_code: bool) -> Any:

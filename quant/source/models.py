@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ...base.atomic_io import expanded
-from ...base.errors import BadInput, first_line
+from ...base.errors import BadInput, reported_as
 from ...base.option import offer
 from ...recipes import DEFAULT_MODEL, MODELS
 from ..model.checkpoint import (
@@ -109,7 +109,8 @@ def _from_hub(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     offline = hub_is_offline()
-    try:
+    where = "the local hub cache (HF_HUB_OFFLINE is set)" if offline else "the hub"
+    with reported_as(f"model {hub_id!r} is no folder here and {where} did not give it"):
         return Path(
             snapshot_download(
                 hub_id,
@@ -117,11 +118,6 @@ def _from_hub(hub_id: str) -> Path:
                 local_files_only=offline,
             )
         )
-    except Exception as error:  # the hub raises a dozen types; the user needs one line
-        where = "the local hub cache (HF_HUB_OFFLINE is set)" if offline else "the hub"
-        raise BadInput(
-            f"model {hub_id!r} is no folder here and {where} did not give it: {first_line(error)}"
-        ) from error
 
 
 def open_checkpoint(path: Path | str, *, trust_remote_code: bool = False) -> Checkpoint:
