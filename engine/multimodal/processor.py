@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...base.errors import BadInput, first_line
+from ...base.errors import BadInput, reported_as
 from ...quant.source.load_processor import load_processor
 from ..base.image_input import ImageInput, Images
 
@@ -100,15 +100,10 @@ class ImageProcessor:
             tokenizer_init_kwargs=self._tokenizer.init_kwargs,
             return_tensors="pt",
         )["images_kwargs"]
-        try:
+        size = f"{image.width} x {image.height} pixels"
+        with reported_as(f"image {index} of {size}: the model's image processor refuses it"):
             layout, *_ = processor.prepare_inputs_layout(images=[rgb], text=[self.image_token])
             outputs, replacements = processor._process_images(layout, **arguments)
-        except Exception as error:  # the processors of transformers may fail in any way
-            width, height = image.size
-            raise BadInput(
-                f"image {index} of {width} x {height} pixels: the model's image processor refuses it: "
-                f"{first_line(error)}"
-            ) from error
         digest = blake2b(self._identity, digest_size=16)
         digest.update(repr(rgb.size).encode())
         digest.update(rgb.tobytes())

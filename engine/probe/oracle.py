@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
-from ...base.errors import BadInput, first_line
+from ...base.errors import BadInput, reported_as
 from ...quant.families.registry import type_of
 from ...quant.model import auto
 from .facts import ProbedModel
@@ -74,15 +74,10 @@ def probe(
     with _quiet():
         config = auto.read_config(raw, folder, trust_remote_code=trust_remote_code)
         model = build_on_meta(config, trust_remote_code=trust_remote_code)
-        try:
+        name = f"transformers {transformers.__version__}"
+        refusal = f"{name} does not run a {type_of(config)} without weights"
+        with reported_as(refusal, keeping=BadInput):
             return measure(model)
-        except BadInput:
-            raise
-        except Exception as error:  # modules may fail in any way on the meta device
-            raise BadInput(
-                f"transformers {transformers.__version__} does not run a {type_of(config)} without "
-                f"weights: {first_line(error)}"
-            ) from error
 
 
 def measure(model: Any) -> ProbedModel:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ....base.errors import BadInput, first_line
+from ....base.errors import BadInput, first_line, reported_as
 from ....quant.model.auto import check_grouped_norm
 from ....quant.model.checkpoint import Checkpoint
 from ...config.compatibility import refuse
@@ -141,10 +141,8 @@ class TransformersModel:
         self._device = options.device
         self._model.to(self._device)
         self._checked = tuple(tensor.to(self._device) for tensor in self._checked)
-        try:
+        with reported_as(f"{self._name} does not run divided"):
             self.kv_layouts, self.state_layouts = self._forward.layouts(self._checked[0])
-        except Exception as error:  # modules may fail in any way here
-            raise BadInput(f"{self._name} does not run divided: {first_line(error)}") from error
         return part
 
     @torch.inference_mode()
@@ -153,12 +151,10 @@ class TransformersModel:
     ) -> tuple[PackedForward | SequentialForward, tuple[KvLayout, ...], tuple[StateLayout, ...]]:
         """The first forward whose logits match the model's own, and the layouts of what it caches."""
         tokens = plain_tokens(self._model, _CHECKED_TOKENS).to(self._device)
-        try:
+        with reported_as(f"{self._name} does not run on text"):
             expected, cache = run_and_drop_uncalled(
                 self._model, self._decoder, lambda: own_pass(self._model, tokens)
             )
-        except Exception as error:  # modules may fail in any way here
-            raise BadInput(f"{self._name} does not run on text: {first_line(error)}") from error
         self.vocab_size = expected.shape[-1]
         self._checked = (tokens, expected)
         own_attention = self._decoder.config._attn_implementation

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from ....base.errors import BadInput, first_line
+from ....base.errors import BadInput, reported_as
 from ....quant.convert.plain import refuse_unplaced
 from ....quant.families.registry import type_of
 from ....quant.formats.registry import quantized_modules, read_quantized, tensor_names
@@ -253,16 +253,15 @@ def from_pretrained(
     had_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model, report = kind.from_pretrained(
-            checkpoint.folder if state_dict is None else None,
-            config=config,
-            dtype=dtype,
-            state_dict=state_dict,
-            output_loading_info=True,
-            trust_remote_code=checkpoint.trust_remote_code,
-        )
-    except Exception as error:  # transformers may fail in any way here
-        raise BadInput(f"{name} does not load: {first_line(error)}") from error
+        with reported_as(f"{name} does not load"):
+            model, report = kind.from_pretrained(
+                checkpoint.folder if state_dict is None else None,
+                config=config,
+                dtype=dtype,
+                state_dict=state_dict,
+                output_loading_info=True,
+                trust_remote_code=checkpoint.trust_remote_code,
+            )
     finally:
         if had_bar:
             transformers_logging.enable_progress_bar()
