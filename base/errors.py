@@ -41,12 +41,14 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def reported_as(what: str, *, keeping: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+def reported_as(
+    what: str, only: type[Exception] = Exception, *, keeping: type[Exception] | tuple[()] = ()
+) -> Iterator[None]:
     """A context whose exceptions, of the many types that libraries raise, become BadInput: `what`, and the
-    first line. Those of the type `keeping` stay as they are."""
+    first line. Those that are not `only` of a type, or are of the type `keeping`, stay as they are."""
     try:
         yield
     except keeping:
         raise
-    except Exception as error:
+    except only as error:
         raise BadInput(f"{what}: {first_line(error)}") from error

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from ...base.errors import BadInput
+from ...base.errors import BadInput, reported_as
 from ..base.scheme import Scheme
 from ..kinds.base.format import CACHE_SCALES, WeightFormat
 from ..kinds.base.kind import storage_of
@@ -58,10 +58,8 @@ def checkpoint_format(checkpoint: Checkpoint) -> WeightFormat:
     config = checkpoint.quantization_config
     if config is None:
         raise BadInput(f"{checkpoint.path} is not quantized: its config has no quantization_config")
-    try:
+    with reported_as(str(checkpoint.path), BadInput):
         return format_of(config)
-    except BadInput as error:
-        raise BadInput(f"{checkpoint.path}: {error}") from error
 
 
 def marked_modules(checkpoint: Checkpoint, weight_format: WeightFormat) -> set[str]:
@@ -88,10 +86,8 @@ def quantized_modules(checkpoint: Checkpoint) -> set[str]:
             f"{checkpoint.path} says quant_method {weight_format.name!r}, but no tensor in it ends "
             f"in {markers}"
         )
-    try:
+    with reported_as(str(checkpoint.path), BadInput):
         weight_format.check_config(checkpoint.quantization_config, modules)
-    except BadInput as error:
-        raise BadInput(f"{checkpoint.path}: {error}") from error
     _refuse_unread(checkpoint, modules)
     return modules
 
@@ -126,10 +122,8 @@ def _refuse_unread(checkpoint: Checkpoint, modules: set[str]) -> None:
 def module_scheme(checkpoint: Checkpoint, module: str) -> Scheme:
     """The scheme of a quantized module, from the config; BadInput: a scheme that cannot be read here."""
     weight_format = checkpoint_format(checkpoint)
-    try:
+    with reported_as(str(checkpoint.path), BadInput):
         return weight_format.scheme(checkpoint.quantization_config or {}, module)
-    except BadInput as error:
-        raise BadInput(f"{checkpoint.path}: {error}") from error
 
 
 def tensor_names(checkpoint: Checkpoint, module: str) -> set[str]:

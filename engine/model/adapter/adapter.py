@@ -134,10 +134,8 @@ class TransformersModel:
                 f"{self._name}: tensor_parallel_size = {shard.size}: of the models that run through "
                 "transformers, those with plain attention alone are divided"
             )
-        try:
+        with reported_as(self._name, BadInput):
             part = ModelShard(self._model, self._decoder, shard, options, self._adapters)
-        except BadInput as error:
-            raise BadInput(f"{self._name}: {error}") from error
         self._device = options.device
         self._model.to(self._device)
         self._checked = tuple(tensor.to(self._device) for tensor in self._checked)
