@@ -126,7 +126,7 @@ _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {
     name: 64 if "64" in name else 32 if "32" in name else 16 if "16" in name else 8
     for name in _NAMES.values()
 }
-"""Of an element, also of the dtypes that other tools' files have and torch lacks."""
+"""Bits of an element, also of the dtypes that other tools' files have and torch lacks."""
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
