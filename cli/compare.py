@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +13,9 @@ import typer
 from ..base.atomic_io import check_output, make_folder
 from ..base.errors import BadInput
 from ..base.option import option
+from ..bench.gate.gate_options import LimitOptions
 from .options.command import with_options
-from .options.shared import LimitOptions, StartOptions, VerdictFileOptions
+from .options.shared import StartOptions, VerdictFileOptions
 
 if TYPE_CHECKING:
     from ..bench.gate.compare import Comparison
@@ -66,22 +67,16 @@ def compare(
 
 
 def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOptions) -> Comparison:
-    from ..bench.gate.compare import RunData
-    from ..bench.gate.compare import compare as judge
-    from ..bench.gate.gate_options import quality_limits
-    from ..bench.gate.limits import parse_gate, parse_share
+    from ..bench.gate.compare import RunData, compare_by
     from ..bench.gate.outputs import write_outputs
 
     if len(paths) != 2:
         raise BadInput(
             f"compare takes two runs, base and new, and {len(paths)} were given: see llmopt compare --help"
         )
-    quality = quality_limits(limits.max_ppl_increase, limits.max_kl, limits.min_top1)
-    gate = parse_gate(limits.gate) if limits.gate is not None else ()
-    share = parse_share(limits.threshold)
+    limits.check()
     before, after = (RunData.read(Path(path)) for path in paths)
-    speed = limits.gate_speed
-    comparison = judge(before, after, threshold=share, limits=gate, gate=quality, gate_speed=speed)
+    comparison = compare_by(limits, before, after)
     if files.output is not None or files.markdown is not None:
         from ..bench.report.comparison import comparison_page
 
@@ -183,7 +178,7 @@ def _planned(
         return replace(plan, budget=replace(plan.budget, **budget))
     base, new = parse_builds(starts.run or ())
     plan = StartsPlan(
-        base, new, tuple(bench_options), asdict(limits), Budget(**budget), starts.pin_cpus or "auto"
+        base, new, tuple(bench_options), limits, Budget(**budget), starts.pin_cpus or "auto"
     )
     check_output(files.output or Path("runs", "run"), "--output", folder=True)
     interleave = can_interleave(plan) if starts.interleave is None else starts.interleave

@@ -30,6 +30,7 @@ from ..record.comparable import (
 from ..record.result import RunData, plain
 from .aspects import ASPECTS, AspectVerdict, aspects_of
 from .counts import check_count, length_change, mean_value, relative_change, rise_of_failures, unfit
+from .gate_options import LimitOptions
 from .limits import (
     COUNTED,
     MEASURED,
@@ -200,6 +201,18 @@ def compare(
         passed = f"no metric is {threshold:.1%} worse: a change of that size would show"
         passed = "both are the same run" if same else passed
     return conclude(comparison, [], gaps, passed, speed, gate_speed)
+
+
+def compare_by(options: LimitOptions, base: RunData, new: RunData) -> Comparison:
+    """`compare` by the limits as options give them."""
+    return compare(
+        base,
+        new,
+        threshold=options.share,
+        limits=options.limits,
+        gate=options.quality,
+        gate_speed=options.gate_speed,
+    )
 
 
 def judge_starts(

@@ -39,8 +39,8 @@ from ...quant.methods.registry import METHODS, formats_asked
 from ...quant.plan.request import QuantizeRequest
 from ...quant.source.models import is_local
 from ...recipes import DEFAULT_MODEL
-from ..gate.gate_options import GateSpeed, quality_limits
-from ..gate.limits import Limit, parse_gate, parse_share
+from ..gate.gate_options import GateSpeed, LimitOptions
+from ..gate.limits import parse_gate
 from ..machine.environment import without_secrets
 from ..options.options import BenchFields, BenchOptions, checked, model_of
 from ..options.values import parse_loads
@@ -263,16 +263,9 @@ class CompareStep(_Strict):
         return value
 
     @property
-    def share(self) -> float:
-        return parse_share(str(self.threshold))
-
-    @property
-    def limits(self) -> tuple[Limit, ...]:
-        return parse_gate(self.gate) if isinstance(self.gate, str) else ()
-
-    @property
-    def quality_gate(self) -> tuple[Limit, ...]:
-        return quality_limits(self.max_ppl_increase, self.max_kl, self.min_top1)
+    def options(self) -> LimitOptions:
+        gate = self.gate if isinstance(self.gate, str) else None
+        return LimitOptions(**{**self.model_dump(), "threshold": str(self.threshold), "gate": gate})
 
 
 class CapacityStep(_Strict):

@@ -79,7 +79,7 @@ def read_recipe(name: str, model: str | None = None, changes: Sequence[str] = ()
         path_in_file = where(error.errors()[0]["loc"])
         raise BadInput(f"{path_in_file}: {words_of_error(Recipe, error)}") from error
     try:
-        _ = recipe.compare.share, recipe.compare.quality_gate
+        _ = recipe.compare.options.share, recipe.compare.options.quality
     except BadInput as error:
         raise BadInput(f"{where(('compare',))}: compare: {error}") from error
     for number, variant in enumerate(recipe.variants):

@@ -22,7 +22,7 @@ from ...quant.pipeline.pipeline import quantize
 from ...quant.plan.manifest import MANIFEST_NAME
 from ...quant.source.models import resolve_model
 from ...recipes import DEFAULT_MODEL
-from ..gate.compare import Comparison, RunData, compare
+from ..gate.compare import RunData, compare_by
 from ..gate.limits import speed_limits, with_waiting
 from ..gate.outputs import write_outputs
 from ..gate.speed_gate import by_processor, is_hosted_runner, speed_reach
@@ -35,7 +35,7 @@ from ..report.parts import write_page
 from ..report.run_report import SWEEP_NAME, write_sweep
 from ..session.run_sessions import run_bench, run_interleaved, write_run
 from ..session.sweep import SweepTarget, sweep_loads
-from .recipe import BASE_NAME, Recipe, Variant, bench_of
+from .recipe import BASE_NAME, Variant, bench_of
 from .recipe_files import IN_TURNS, REACH_NAME, CapacityRun, RecipeRun, Stages, VariantRun
 from .recipe_page import recipe_page
 
@@ -64,7 +64,9 @@ def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
         measure(stages, together, progress)
     base, *others = [RunData.read(folder / str(options.name)) for options in runs]
     variants = tuple(
-        VariantRun(variant, manifest, verified, data, judge(recipe, base, data))
+        VariantRun(
+            variant, manifest, verified, data, compare_by(recipe.compare.options, base, data)
+        )
         for variant, (manifest, verified), data in zip(recipe.variants, proofs, others, strict=True)
     )
     run = RecipeRun(recipe, folder, base, variants)
@@ -84,7 +86,7 @@ def run_variant(stages: Stages, variant: Variant, progress: Progress) -> tuple[R
         for measured in (None, variant):
             measure(stages, [bench_options(stages, measured)], progress)
     base, data = (RunData.read(stages.folder / name) for name in (BASE_NAME, variant.name))
-    comparison = judge(stages.recipe, base, data)
+    comparison = compare_by(stages.recipe.compare.options, base, data)
     return base, VariantRun(variant, manifest, verified, data, comparison)
 
 
@@ -128,29 +130,17 @@ def verified_files(
     return read_json(folder / MANIFEST_NAME), verified
 
 
-def judge(recipe: Recipe, base: RunData, new: RunData) -> Comparison:
-    step = recipe.compare
-    return compare(
-        base,
-        new,
-        threshold=step.share,
-        limits=step.limits,
-        gate=step.quality_gate,
-        gate_speed=step.gate_speed,
-    )
-
-
 def say_speed_reach(stages: Stages, original: BenchOptions, progress: Progress) -> None:
     """Measure the original for some passes, and say the smallest change that its noise lets this machine
     tell under each limit on speed; only for a recipe with `gate_speed`, once."""
-    step, path = stages.recipe.compare, stages.folder / REACH_NAME
-    if step.gate_speed in (None, "off") or path.is_file():
+    limit_options, path = stages.recipe.compare.options, stages.folder / REACH_NAME
+    if limit_options.gate_speed in (None, "off") or path.is_file():
         return
     few = original.model_copy(update={"num_runs": REACH_PASSES, "quality": False})
     run = run_bench(few, progress)
     data = RunData(run.result)
-    limits = with_waiting(step.limits) or speed_limits(step.share)
-    if step.gate_speed == "auto" and is_hosted_runner():
+    limits = with_waiting(limit_options.limits) or speed_limits(limit_options.share)
+    if limit_options.gate_speed == "auto" and is_hosted_runner():
         limits = by_processor(limits, data)
         progress.note("a runner of GitHub: speed is judged by the processor's work and waiting")
     reaches = speed_reach(limits, data, stages.recipe.bench.num_runs)

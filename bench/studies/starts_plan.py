@@ -18,16 +18,8 @@ from pydantic import TypeAdapter
 
 from ...base.atomic_io import expanded, write_atomically
 from ...base.errors import BadInput, first_line
-from ..gate.gate_options import quality_limits
-from ..gate.limits import (
-    Limit,
-    Scored,
-    TaskScored,
-    default_limits,
-    parse_gate,
-    parse_share,
-    speed_limits,
-)
+from ..gate.gate_options import LimitOptions
+from ..gate.limits import Limit, Scored, TaskScored, default_limits, speed_limits
 from ..load.started_server import preset
 from ..record.result import to_json
 
@@ -178,7 +170,6 @@ class StartsPlan:
 
     Attributes:
         options: options of `llmopt bench`, the same for both builds.
-        limits: the limits as given on the command line, by field of `LimitOptions`.
         interleave: True if the starts of a pair are alive together and take turns pass by pass.
         num_pairs: the pairs that fit the budget, by the time of the second one; None before it. The
             sequential test spends its errors over them, so a resumed comparison keeps them.
@@ -187,7 +178,7 @@ class StartsPlan:
     base: Build
     new: Build
     options: tuple[str, ...]
-    limits: Mapping[str, Any] = field(default_factory=dict)
+    limits: LimitOptions = field(default_factory=LimitOptions)
     budget: Budget = field(default_factory=Budget)
     pin_cpus: str = "auto"
     interleave: bool = True
@@ -195,19 +186,19 @@ class StartsPlan:
 
     def gate(self, *sides: Mapping[str, Any]) -> tuple[Limit, ...]:
         """Limits that decide; default: of metrics of both `sides`. BadInput: a malformed limit."""
-        if (gate := self.limits.get("gate")) is not None:
-            return parse_gate(gate)
-        share = parse_share(self.limits.get("threshold") or "5%")
+        if self.limits.gate is not None:
+            return self.limits.limits
+        share = self.limits.share
         return default_limits(share, *sides) if sides else speed_limits(share)
-
-    def quality(self) -> tuple[Limit, ...]:
-        names = ("max_ppl_increase", "max_kl", "min_top1")
-        return quality_limits(*map(self.limits.get, names))
 
     def scores_quality(self) -> bool:
         """True if the first start of each build scores quality: a limit or a reference asks for it."""
         limited = any(isinstance(limit.quantity, Scored | TaskScored) for limit in self.gate())
-        return limited or bool(self.quality()) or value_of(self.options, "--reference") is not None
+        return (
+            limited
+            or bool(self.limits.quality)
+            or value_of(self.options, "--reference") is not None
+        )
 
     def command(self, build: Build, number: int, folder: Path, *, is_current: bool) -> list[str]:
         """The command line of a build's start `number`, from 1, which writes the run folder `folder`. Only

@@ -100,8 +100,7 @@ class PairedSeries:
 
     def __post_init__(self) -> None:
         check_options((self.plan.base, self.plan.new), self.plan.options)
-        self.plan.gate()
-        self.plan.quality()
+        _ = self.plan.gate(), self.plan.limits.quality
         if self.plan.pin_cpus not in ("auto", "none"):
             parse_cpus(self.plan.pin_cpus)
 
@@ -195,8 +194,8 @@ class PairedSeries:
             self.base,
             self.new,
             limits=limits,
-            quality=self.plan.quality(),
-            gate_speed=self.plan.limits.get("gate_speed"),
+            quality=self.plan.limits.quality,
+            gate_speed=self.plan.limits.gate_speed,
             max_pairs=self.plan.max_pairs,
             final=final,
         )

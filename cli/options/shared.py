@@ -12,7 +12,6 @@ import typer
 from ...base.atomic_io import check_output
 from ...base.errors import BadInput
 from ...base.option import option, option_like
-from ...bench.options.values import parse_nats
 from ...engine.config.plan_options import PlanRequest
 
 if TYPE_CHECKING:
@@ -169,32 +168,6 @@ class VerdictOptions:
     junit: Path | None = option(None, "Write the verdict as JUnit XML to this file.", writes="file")
     benchmark_json: Path | None = option(
         None, "Write the run for github-action-benchmark, as `llmopt compare` does.", writes="file"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class LimitOptions:
-    """Limits for a new run that is worse."""
-
-    threshold: str = option("5%", "How much worse a speed may get: 5% or 0.05.")
-    gate: str | None = option(
-        None,
-        'Limits instead of --threshold, such as "p99_ttft_ms<=+10% output_throughput>=-5% '
-        'kl<=0.02 weight_bytes<=+0%". With % on the change, without on the value.',
-    )
-    max_ppl_increase: str | None = option(None, "How much perplexity may rise, such as 2%.")
-    max_kl: float | None = option(
-        None,
-        "Most KL divergence of the new run from its reference, in nats a token.",
-        metavar="FLOAT",
-        word=str,
-        parse=parse_nats,
-    )
-    min_top1: str | None = option(None, "Least top-1 agreement with the reference, such as 95%.")
-    gate_speed: Literal["auto", "off", "only"] | None = option(
-        None,
-        "Which speeds decide: auto (those that this machine can tell), off (none), only (nothing "
-        "else). Default: all limits decide, and a speed that is too noisy ends in no verdict.",
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import typer.main
 from llmopt.base.errors import BadInput
+from llmopt.bench.gate.gate_options import LimitOptions
 from llmopt.bench.gate.limits import COUNTED as COUNTS
 from llmopt.bench.gate.limits import MEASURED, SCORED, parse_gate
 from llmopt.bench.studies.recipe import CompareStep
@@ -67,16 +68,16 @@ def test_an_option_refuses_a_bare_number_that_is_no_fraction(
 def test_a_recipe_refuses_it_too(key: str, value: Any) -> None:
     step = CompareStep.model_validate({key: value})
     with pytest.raises(BadInput, match=r"is no share: write \d%"):
-        assert (step.share, step.quality_gate) is None
+        step.options.check()
     assert CompareStep.model_validate({key: "150%"}).model_dump()[key] == "150%"
 
 
 @pytest.mark.parametrize("name", ["threshold", "max_ppl_increase", "min_top1"])
 def test_paired_starts_refuse_it_too(name: str) -> None:
     build = Build("base", "llmopt")
-    plan = StartsPlan(build, build, (), {name: "5"})
+    plan = StartsPlan(build, build, (), LimitOptions(**{name: "5"}))
     with pytest.raises(BadInput, match="'5' is no share"):
-        assert (plan.gate(), plan.quality()) is None
+        plan.limits.check()
 
 
 def test_a_gate_on_a_share_is_at_most_one() -> None:
@@ -109,9 +110,9 @@ def test_the_highest_divergence_is_a_number_of_nats(
     assert llmopt("compare", "base", "new", "--max-kl", word) == 2
     assert f"divergence is {float(word)}: give nats" in capsys.readouterr().err
     with pytest.raises(BadInput, match="give nats"):
-        _ = CompareStep(max_kl=float(word)).quality_gate
+        CompareStep(max_kl=float(word)).options.check()
 
 
 def test_an_agreement_is_at_most_all() -> None:
     with pytest.raises(BadInput, match="is 500%: give at most 100%"):
-        _ = CompareStep(min_top1="500%").quality_gate
+        CompareStep(min_top1="500%").options.check()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.bench.gate.gate_options import quality_limits
+from llmopt.bench.gate.gate_options import LimitOptions
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.gate.score_checks import check_quality, quality_changes
 from llmopt.bench.quality.passage import Passage, PassageWindow
@@ -142,10 +142,10 @@ def test_what_cannot_be_paired_is_undecided(
 
 
 def test_options_are_limits() -> None:
-    limits = quality_limits(0.02, 0.05, 0.9)
+    limits = LimitOptions(max_ppl_increase="2%", max_kl=0.05, min_top1="0.9").quality
     assert [(limit.quantity.key, limit.text) for limit in limits] == [
         ("perplexity", "≤ +2 %"),
         ("kl", "≤ 0.05"),
         ("top1", "≥ 0.9"),
     ]
-    assert not quality_limits()
+    assert not LimitOptions().quality

@@ -32,7 +32,7 @@ def busy(seed: int, *, factor: float = 1.0, kl: float = 0.001, disturbed: bool =
 
 
 def judged(base: RunData, new: RunData, gate_speed: GateSpeed | None) -> Comparison:
-    return compare(base, new, limits=RECIPE.compare.limits, gate_speed=gate_speed)
+    return compare(base, new, limits=RECIPE.compare.options.limits, gate_speed=gate_speed)
 
 
 def test_twenty_equal_pairs_on_a_busy_machine_pass_by_quality_and_memory() -> None:
@@ -88,7 +88,7 @@ def test_a_runner_of_github_is_judged_by_the_processors_work(
 ) -> None:
     """CPU time tells a slower build where the clock cannot; a machine of one's own is judged by the clock."""
     base, new, slower = busy(1), busy(101), busy(101, factor=1.2)
-    limits = by_processor(RECIPE.compare.limits, base, new)
+    limits = by_processor(RECIPE.compare.options.limits, base, new)
     assert [limit.quantity.key for limit in limits][-2:] == ["cpu_seconds", "waiting_seconds"]
     assert limits[-2].bound == pytest.approx(0.05)
     base.result["llmopt"]["runs"][0]["instructions"] = 1e9

@@ -13,7 +13,7 @@ import pytest
 from llmopt.base.atomic_io import write_atomically
 from llmopt.base.errors import BadInput
 from llmopt.bench.gate.compare import compare
-from llmopt.bench.gate.gate_options import quality_limits
+from llmopt.bench.gate.gate_options import LimitOptions
 from llmopt.bench.gate.limits import GateOutcome, Limit, parse_share
 from llmopt.bench.metrics import run_statistics
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
@@ -315,11 +315,11 @@ def test_other_output_lengths_are_other_work() -> None:
 @pytest.mark.parametrize(
     ("gate", "outcome"),
     [
-        (quality_limits(max_kl=0.06), GateOutcome.PASS),
-        (quality_limits(max_kl=0.04), GateOutcome.REGRESSION),
-        (quality_limits(min_top1=0.95), GateOutcome.REGRESSION),
-        (quality_limits(max_perplexity_increase=0.02), GateOutcome.REGRESSION),
-        (quality_limits(max_perplexity_increase=0.20), GateOutcome.PASS),
+        (LimitOptions(max_kl=0.06).quality, GateOutcome.PASS),
+        (LimitOptions(max_kl=0.04).quality, GateOutcome.REGRESSION),
+        (LimitOptions(min_top1="0.95").quality, GateOutcome.REGRESSION),
+        (LimitOptions(max_ppl_increase="0.02").quality, GateOutcome.REGRESSION),
+        (LimitOptions(max_ppl_increase="0.20").quality, GateOutcome.PASS),
     ],
 )
 def test_quality_gates(gate: tuple[Limit, ...], outcome: GateOutcome) -> None:
@@ -331,7 +331,9 @@ def test_quality_gates(gate: tuple[Limit, ...], outcome: GateOutcome) -> None:
 def test_a_quality_gate_without_quality_is_no_verdict() -> None:
     base, new = data("base"), data("new")
     new.result["llmopt"]["quality"] = None
-    assert compare(base, new, gate=quality_limits(max_kl=0.1)).outcome is GateOutcome.NO_VERDICT
+    assert (
+        compare(base, new, gate=LimitOptions(max_kl=0.1).quality).outcome is GateOutcome.NO_VERDICT
+    )
     assert compare(base, new).outcome is GateOutcome.PASS
 
 

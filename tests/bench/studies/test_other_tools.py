@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.base.errors import BadInput
+from llmopt.bench.gate.gate_options import LimitOptions
 from llmopt.bench.gate.limits import GateOutcome
 from llmopt.bench.report.comparison import summary
 from llmopt.bench.studies.starts_plan import Budget, StartsPlan, parse_builds
@@ -32,7 +33,7 @@ def judged(folder: Path, factor: float, gate: str | None = None, starts: int = 2
         f"{name}={sys.executable} -S {tool} {{output}} {at}"
         for name, at in (("base", 1), ("new", factor))
     ]
-    limits = {"gate": gate, "threshold": "5%"}
+    limits = LimitOptions(gate=gate)
     plan = StartsPlan(*parse_builds(words), (), limits, Budget(starts, 10.0), interleave=False)
     runs = folder / "runs"
     runs.mkdir(exist_ok=True)

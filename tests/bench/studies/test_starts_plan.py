@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from llmopt.base.errors import BadInput
+from llmopt.bench.gate.gate_options import LimitOptions
 from llmopt.bench.record.result import RunData
 from llmopt.bench.studies.start import affinity, cpus_of_pair, idlest, parse_cpus
 from llmopt.bench.studies.starts_plan import (
@@ -110,7 +111,7 @@ def test_quality_is_scored_by_the_first_start_alone(tmp_path: Path) -> None:
         ((), {"min_top1": "95%"}, True),
         ((), {"gate": "duration<=+10%"}, False),
     ):
-        plan = StartsPlan(*builds, options, limits)
+        plan = StartsPlan(*builds, options, LimitOptions(**limits))
         assert plan.scores_quality() is scores
         for number in (1, 2):
             words = plan.command(builds[0], number, tmp_path, is_current=True)
@@ -120,7 +121,13 @@ def test_quality_is_scored_by_the_first_start_alone(tmp_path: Path) -> None:
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     plan = StartsPlan(
-        *parse_builds(URLS), ("M",), {"gate": "duration<=+1%"}, Budget(10, 2.5), "0", False, 4
+        *parse_builds(URLS),
+        ("M",),
+        LimitOptions(gate="duration<=+1%"),
+        Budget(10, 2.5),
+        "0",
+        False,
+        4,
     )
     plan.write(tmp_path)
     assert StartsPlan.read(tmp_path) == plan

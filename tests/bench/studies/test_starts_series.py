@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 from llmopt.base.errors import BadInput
+from llmopt.bench.gate.gate_options import LimitOptions
 from llmopt.bench.gate.limits import GateOutcome
 from llmopt.bench.record.result import has_result
 from llmopt.bench.studies.start import RunningStart, Start, has_option
@@ -31,7 +32,7 @@ def plan_of(
     base, new = environments
     limits = Budget(**{"max_starts": 20, **budget})
     builds = Build("base", str(base)), Build("new", str(new))
-    return StartsPlan(*builds, (), {"gate": gate}, limits, "none", interleave)
+    return StartsPlan(*builds, (), LimitOptions(gate=gate), limits, "none", interleave)
 
 
 def run(plan: StartsPlan, folder: Path) -> Finished:
