@@ -262,7 +262,7 @@ def _measured_loads(options: BenchOptions, sweep: SweepOptions) -> dict[str, Any
     with TerminalProgress() as progress, served(options, progress) as options:
         sweep_target = SweepTarget(options, kind, progress)
         if sweep.slo is not None:
-            return search_slo(sweep_target, sweep.slo, sweep.slo_share).as_dict()
+            return search_slo(sweep_target, sweep.slo, sweep.slo_share)
         loads = sweep.sweep_rate if sweep.sweep_concurrency is None else sweep.sweep_concurrency
         assert loads is not None
-        return sweep_loads(sweep_target, parse_loads(loads, kind)).as_dict()
+        return sweep_loads(sweep_target, parse_loads(loads, kind))

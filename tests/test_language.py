@@ -15,7 +15,6 @@ MODULES = list(read_modules().values())
 KEPT = {
     "bench.best.search": {"asked"},
     "bench.record.comparable": {"said"},
-    "bench.session.sweep": {"found"},
     "cli.best": {"asked"},
     "cli.kv_plan": {"words"},
     "cli.quantize": {"asked"},

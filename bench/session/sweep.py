@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...base.errors import BadInput
@@ -52,43 +51,6 @@ RULE = (
 )
 
 
-@dataclass(slots=True)
-class Sweep:
-    """Measured points in order, a run's identity without what varies, and the serial request rate."""
-
-    kind: Kind
-    name: str
-    identity: dict[str, Any] = field(default_factory=dict)
-    workload: dict[str, Any] = field(default_factory=dict)
-    points: list[dict[str, Any]] = field(default_factory=list)
-    serial_rate: float | None = None
-    interrupted: bool = False
-
-    @property
-    def knee(self) -> dict[str, Any] | None:
-        return find_knee(self.points)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The record for `sweep.json`."""
-        knee = self.knee
-        return plain(
-            {
-                "schema": SCHEMA_VERSION,
-                "kind": self.kind,
-                "name": self.name,
-                "interrupted": self.interrupted,
-                "identity": self.identity,
-                "workload": self.workload,
-                "serial_request_rate": self.serial_rate,
-                "knee": knee and knee[self.kind],
-                "knee_rule": KNEE_RULE,
-                "auto_rule": AUTO_RULE,
-                "kept_up_rule": KEPT_UP_RULE,
-                "points": sorted(self.points, key=lambda point: point[self.kind]),
-            }
-        )
-
-
 def find_knee(points: Sequence[Mapping[str, Any]]) -> Any:
     """The point with the highest `power` among sustained loads; the first of equal ones."""
     alive = [point for point in points if point["power"] is not None and point["kept_up"]]
@@ -97,7 +59,7 @@ def find_knee(points: Sequence[Mapping[str, Any]]) -> Any:
 
 
 class SweepTarget:
-    """A target under successive loads, loaded once; a context manager, for the load workers."""
+    """A target under successive loads, loaded once, with the points that were measured."""
 
     def __init__(self, options: BenchOptions, kind: Kind, progress: Progress | None = None) -> None:
         chosen = options.num_runs if "num_runs" in options.model_fields_set else 1
@@ -110,7 +72,29 @@ class SweepTarget:
         self._limits = parse_slo(options.goodput)
         self._progress = progress
         self._engine: Any = None
-        self.sweep: Sweep | None = None
+        self._facts: dict[str, Any] = {}
+        self._serial_rate: float | None = None
+        self.points: list[dict[str, Any]] = []
+
+    def record(self, *, interrupted: bool = False) -> dict[str, Any]:
+        """The record for `sweep.json`: the measured points, and the facts of a run without what varies."""
+        knee = find_knee(self.points)
+        return plain(
+            {
+                "schema": SCHEMA_VERSION,
+                "kind": self.kind,
+                "name": self._facts["name"],
+                "interrupted": interrupted,
+                "identity": self._facts["identity"],
+                "workload": self._facts["workload"],
+                "serial_request_rate": self._serial_rate,
+                "knee": knee and knee[self.kind],
+                "knee_rule": KNEE_RULE,
+                "auto_rule": AUTO_RULE,
+                "kept_up_rule": KEPT_UP_RULE,
+                "points": sorted(self.points, key=lambda point: point[self.kind]),
+            }
+        )
 
     @property
     def max_requests(self) -> int:
@@ -135,21 +119,20 @@ class SweepTarget:
                     f"{session.workload.source} has arrival times of its own, so there is no rate "
                     "to vary: freeze it without a rate, or replay it with --trace-speed"
                 )
-            if self.sweep is None:
+            if not self._facts:
                 session.say_notes()
-                self.sweep = Sweep(
-                    self.kind,
-                    session.name,
-                    varied_away(session.identity()),
-                    workload_part(session.workload),
-                )
+                self._facts = {
+                    "name": session.name,
+                    "identity": varied_away(session.identity()),
+                    "workload": workload_part(session.workload),
+                }
             for _ in range(options.num_runs):
                 if not session.run_pass():
                     raise KeyboardInterrupt
             point = point_record(kind, value, session.passes, session.hit_rates, self._limits)
             point["workload_sha256"] = session.workload.sha256
         if kind == self.kind:
-            self.sweep.points.append(point)
+            self.points.append(point)
         return point
 
     def serial_rate(self) -> float:
@@ -160,8 +143,7 @@ class SweepTarget:
             raise BadInput(
                 "no request succeeded with one user alone: there is no rate to start from"
             )
-        assert self.sweep is not None
-        self.sweep.serial_rate = rate
+        self._serial_rate = rate
         return rate
 
 
@@ -207,9 +189,9 @@ def point_record(
     }
 
 
-def sweep_loads(sweep_target: SweepTarget, loads: Sequence[float] | None) -> Sweep:
+def sweep_loads(sweep_target: SweepTarget, loads: Sequence[float] | None) -> dict[str, Any]:
     """Measure `loads`, or double them to the plateau, rates from half the serial one; interruptible."""
-    kind = sweep_target.kind
+    kind, interrupted = sweep_target.kind, False
     try:
         if loads is None:
             first = 1.0 if kind == "concurrency" else sweep_target.serial_rate() * FIRST_RATE
@@ -219,11 +201,10 @@ def sweep_loads(sweep_target: SweepTarget, loads: Sequence[float] | None) -> Swe
             for value in loads:
                 sweep_target.measure(kind, value)
     except KeyboardInterrupt:
-        if sweep_target.sweep is None or not sweep_target.sweep.points:
+        if not sweep_target.points:
             raise
-        sweep_target.sweep.interrupted = True
-    assert sweep_target.sweep is not None
-    return sweep_target.sweep
+        interrupted = True
+    return sweep_target.record(interrupted=interrupted)
 
 
 def double_until_flat(
@@ -240,33 +221,10 @@ def double_until_flat(
         value = min(value * 2, most)
 
 
-@dataclass(frozen=True, slots=True)
-class SloSearch:
-    """A search: its limits, result and sweep."""
-
-    sweep: Sweep
-    limits: str
-    share: float
-    found: SloResult
-
-    def as_dict(self) -> dict[str, Any]:
-        """The record of the sweep with the result of the search under `slo`."""
-        slo = {
-            "limits": self.limits,
-            "share": self.share,
-            "by": self.sweep.kind,
-            "best": self.found.best,
-            "lowest_failed": self.found.failed,
-            "precision": PRECISION if self.sweep.kind == "rate" else 1,
-            "rule": RULE,
-        }
-        return {**self.sweep.as_dict(), "slo": slo}
-
-
-def search_slo(sweep_target: SweepTarget, limits: str, share: float) -> SloSearch:
+def search_slo(sweep_target: SweepTarget, limits: str, share: float) -> dict[str, Any]:
     """Find the highest rate (to within 5 %) or concurrency (exactly) that meets the limits, which are also
-    the goodput limits of the sweep target. Rates start at a quarter of the serial rate. An interrupted search
-    has no result."""
+    the goodput limits of the sweep target. Rates start at a quarter of the serial rate. Returns the record of
+    the sweep with the result under `slo`; an interrupted search has none."""
     if not 0 < share <= 1:
         raise BadInput(f"--slo-share is {share}: it must be above 0 and at most 1")
 
@@ -279,8 +237,16 @@ def search_slo(sweep_target: SweepTarget, limits: str, share: float) -> SloSearc
         result = highest(keeps, lowest, lowest * 2**MAX_DOUBLINGS, whole=False)
     else:
         result = highest(keeps, 1, sweep_target.max_requests, whole=True)
-    assert sweep_target.sweep is not None
-    return SloSearch(sweep_target.sweep, limits, share, result)
+    slo = {
+        "limits": limits,
+        "share": share,
+        "by": sweep_target.kind,
+        "best": result.best,
+        "lowest_failed": result.failed,
+        "precision": PRECISION if sweep_target.kind == "rate" else 1,
+        "rule": RULE,
+    }
+    return {**sweep_target.record(), "slo": slo}
 
 
 def highest(keeps: Callable[[float], bool], good: float, most: float, *, whole: bool) -> SloResult:

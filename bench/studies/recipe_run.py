@@ -208,11 +208,10 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
     if not stages.is_done(SWEEP):
         named = options.model_copy(update={"name": recipe.name})
         loads = parse_loads(step.sweep_concurrency, "concurrency")
-        measured = sweep_loads(SweepTarget(named, "concurrency", progress), loads)
-        record = measured.as_dict()
+        record = sweep_loads(SweepTarget(named, "concurrency", progress), loads)
         write_sweep(record, stages.clear(SWEEP))
         log_run(recipe.bench.tracker, of_sweep(record, folder / SWEEP), progress.note)
-        if measured.interrupted:
+        if record["interrupted"]:
             raise KeyboardInterrupt
         stages.finish(SWEEP)
     sweep = read_json(folder / SWEEP / SWEEP_NAME)

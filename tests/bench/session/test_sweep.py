@@ -125,11 +125,10 @@ def test_sweep_target_refuses_a_rate_and_a_workload_with_its_own_times() -> None
 def test_sweep_over_rates_begins_at_the_serial_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeps, "MAX_STEPS", 3)
     options = BenchOptions(num_prompts=8, output_len=6, num_threads=1, num_runs=2)
-    found = sweep_loads(SweepTarget(options, "rate"), None)
-    assert found.serial_rate is not None
-    rates = [one["rate"] for one in found.as_dict()["points"]]
-    assert rates == pytest.approx([found.serial_rate * 0.5 * 2**n for n in range(len(rates))])
-    record = found.as_dict()
+    record = sweep_loads(SweepTarget(options, "rate"), None)
+    assert (serial_rate := record["serial_request_rate"]) is not None
+    rates = [one["rate"] for one in record["points"]]
+    assert rates == pytest.approx([serial_rate * 0.5 * 2**n for n in range(len(rates))])
     assert "concurrency" not in record["points"][0]
     assert record["points"][0]["completed"] == 16 and record["points"][0]["num_runs"] == 2
     hashes = {one["workload_sha256"] for one in record["points"]}
@@ -217,6 +216,6 @@ def test_an_interrupted_sweep_keeps_its_whole_points(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(SweepTarget, "measure", measure)
     options = BenchOptions(num_prompts=4, output_len=4, num_threads=1)
     found = sweep_loads(SweepTarget(options, "concurrency"), [1, 2, 4])
-    assert found.interrupted and [one["concurrency"] for one in found.points] == [1]
-    page = sweep_page(found.as_dict())
+    assert found["interrupted"] and [one["concurrency"] for one in found["points"]] == [1]
+    page = sweep_page(found)
     assert any("interrupted" in note for note in page.warnings)
