@@ -22,7 +22,7 @@ from ...base.atomic_io import end_with_parent, expanded, interrupts_held
 from ...base.errors import BadInput
 from ...base.processor import without_openmp_spins
 from ...base.progress import Progress, Silent
-from ...engine.deploy.engine_commands import SGLANG, TRTLLM, VLLM, ServerCommand, find_program
+from ...engine.deploy.engine_commands import SGLANG, TRTLLM, VLLM, find_program
 from ...quant.model.checkpoint import gguf_file_of, read_json
 from ...quant.source.models import bundled_models, refuse_mock, resolve_model
 from ...recipes import DEFAULT_MODEL
@@ -32,9 +32,7 @@ from .json_http import JsonClient, RequestFailed
 
 HOST = "127.0.0.1"
 MODEL, NAME, PORT = "{model}", "{name}", "{port}"
-
-Arguments = Callable[[str, str, int], list[str]]
-"""Takes a model, its served name and a port, and returns command-line arguments."""
+"""Placeholders in the words of a command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +41,7 @@ class Preset:
 
     Attributes:
         program: the executable, looked up beside this Python or on the PATH; None is this Python.
+        templates: the arguments, with placeholders for the model, its served name, the host and the port.
         backend: the request format (`client.address.BACKENDS`).
         is_served_by_path: requests name the model by its path; the served name cannot be chosen.
         needs_gguf: True if the server only loads GGUF files.
@@ -51,7 +50,7 @@ class Preset:
     """
 
     program: str | None
-    arguments: Arguments
+    templates: tuple[str, ...]
     version: tuple[str, ...]
     install: str
     backend: str = "openai"
@@ -75,34 +74,13 @@ class Preset:
             "--serve-program"
         )
 
-
-def _of_engine(engine: ServerCommand, version: tuple[str, ...], **others: Any) -> Preset:
-    """The preset of an engine that `serve-local --engine` knows too."""
-
-    def arguments(model: str, name: str, port: int) -> list[str]:
-        options = {"served_model_name": name, "host": HOST, "port": port}
-        known = {key: value for key, value in options.items() if key in engine.table}
-        return [*engine.words, model, *engine.options(known)]
-
-    return Preset(engine.program, arguments, version, engine.install, **others)
-
-
-def _filling(*templates: str) -> Arguments:
-    """Words in which {model}, {name}, {host} and {port} are filled in."""
-
-    def arguments(model: str, name: str, port: int) -> list[str]:
-        filled = list(templates)
+    def arguments(self, model: str, name: str, port: int) -> list[str]:
+        places = {MODEL: model, NAME: name, "{host}": HOST, PORT: str(port)}
+        filled = list(self.templates)
         # Not str.format: braces may also be JSON.
-        for placeholder, value in (
-            (MODEL, model),
-            (NAME, name),
-            ("{host}", HOST),
-            (PORT, str(port)),
-        ):
+        for placeholder, value in places.items():
             filled = [word.replace(placeholder, value) for word in filled]
         return filled
-
-    return arguments
 
 
 def _named(folders: Mapping[str, Path]) -> list[str]:
@@ -112,31 +90,35 @@ def _named(folders: Mapping[str, Path]) -> list[str]:
 WHERE = ("--host", "{host}", "--port", PORT)
 SERVED = (MODEL, "--served-model-name", NAME)
 PRESETS = {
-    "vllm": _of_engine(
-        VLLM,
+    "vllm": Preset(
+        VLLM.program,
+        (*VLLM.words, *SERVED, *WHERE),
         ("--version",),
+        VLLM.install,
         adapters=lambda folders: ["--enable-lora", "--lora-modules", *_named(folders)],
     ),
-    "sglang": _of_engine(
-        SGLANG,
+    "sglang": Preset(
+        SGLANG.program,
+        (*SGLANG.words, *SERVED, *WHERE),
         ("version",),
+        SGLANG.install,
         # Its batches have a slot for requests without an adapter too.
         adapters=lambda folders: (
             ["--max-loras-per-batch", str(len(folders) + 1), "--lora-paths", *_named(folders)]
         ),
     ),
     # It names its model by the folder, whatever the requests say.
-    "trtllm": _of_engine(TRTLLM, (), has_no_name=True),
+    "trtllm": Preset(TRTLLM.program, (MODEL, *WHERE), (), TRTLLM.install, has_no_name=True),
     "llama.cpp": Preset(
         "llama-server",
-        _filling("--model", MODEL, "--alias", NAME, *WHERE),
+        ("--model", MODEL, "--alias", NAME, *WHERE),
         ("--version",),
         "install llama.cpp (github.com/ggml-org/llama.cpp)",
         needs_gguf=True,
     ),
     "transformers": Preset(
         "transformers",
-        _filling("serve", MODEL, *WHERE),
+        ("serve", MODEL, *WHERE),
         ("version",),
         "pip install 'transformers[serving]'",
         backend="transformers",
@@ -144,7 +126,7 @@ PRESETS = {
     ),
     "llmopt": Preset(
         None,
-        _filling("-m", "llmopt.cli.main", "serve-local", *SERVED, *WHERE),
+        ("-m", "llmopt.cli.main", "serve-local", *SERVED, *WHERE),
         ("-c", "import llmopt; print(llmopt.__version__)"),
         "it is part of llmopt",
         adapters=lambda folders: [
@@ -168,7 +150,7 @@ def preset(name: str) -> Preset:
         raise BadInput(f"--serve {name!r}: {error}") from error
     return Preset(
         program,
-        _filling(*arguments),
+        tuple(arguments),
         (),
         "give the program's path",
         is_served_by_path=NAME not in name and MODEL in name,
