@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...base.atomic_io import interrupts_held
@@ -117,34 +117,34 @@ class OutOfTime(Exception):
     """The budget ended while a start was running."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Start:
-    """A start of the build `name`, which writes its run to `folder`; another tool needs the folder made."""
+    """A start of the build `name`, which writes its run to `folder`; another tool needs the folder made. Its
+    process is in a session of its own: Ctrl-C reaches the runner alone, which stops it."""
 
     name: str
     command: Sequence[str]
     folder: Path
     inherit_sources: bool
     makes_folder: bool = False
+    _process: subprocess.Popen[bytes] = field(init=False)
 
+    @property
+    def _log(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.log")
 
-class RunningStart:
-    """The process of a start, in a session of its own: Ctrl-C reaches the runner alone, which stops it."""
-
-    def __init__(
-        self, start: Start, extra: Mapping[str, str] | None = None, descriptors: Sequence[int] = ()
+    def begin(
+        self, extra: Mapping[str, str] | None = None, descriptors: Sequence[int] = ()
     ) -> None:
-        self._start = start
-        if start.makes_folder:
-            start.folder.mkdir(exist_ok=True)
-        self._log = start.folder.with_name(f"{start.folder.name}.log")
+        if self.makes_folder:
+            self.folder.mkdir(exist_ok=True)
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                start.command,
+                self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=output,
-                env={**environment_of(start.inherit_sources), **(extra or {})},
+                env={**environment_of(self.inherit_sources), **(extra or {})},
                 pass_fds=descriptors,
                 start_new_session=True,
             )
@@ -163,55 +163,56 @@ class RunningStart:
     def stop(self) -> None:
         if self._process.poll() is None:
             stop(self._process)
-            shutil.rmtree(self._start.folder, ignore_errors=True)  # what it wrote is part of a run
+            shutil.rmtree(self.folder, ignore_errors=True)  # what it wrote is part of a run
 
     def check(self) -> None:
         """Raise `Crash` if it wrote no run; else drop the log. Another tool's output must not fail."""
         code = self._process.returncode
-        if has_result(self._start.folder) and (not code or not self._start.makes_folder):
+        if has_result(self.folder) and (not code or not self.makes_folder):
             self._log.unlink()
             return
         ending = f"signal {-code}" if code < 0 else f"exit code {code}"
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")[:500]
         message = f"{ending}: {last or 'it said nothing'}"
-        raise Crash(self._start.name, f"start {self._start.folder.name} ended with {message}")
+        raise Crash(self.name, f"start {self.folder.name} ended with {message}")
 
 
 def run_alone(start: Start, *, cpus: frozenset[int] | None, deadline: float) -> None:
     """Run one start to its end, or `deadline`. Crash: no run; OutOfTime; KeyboardInterrupt: stopped."""
     with affinity(cpus):
-        running = RunningStart(start)
+        start.begin()
     try:
-        running.wait(deadline)
+        start.wait(deadline)
     finally:
         with interrupts_held():
-            running.stop()
-    running.check()
+            start.stop()
+    start.check()
 
 
 def run_in_turns(starts: Sequence[Start], *, cpus: frozenset[int] | None, deadline: float) -> None:
     """Run starts that load together, then take turns on `cpus`. Raises as `run_alone`, in order."""
     pair = uuid.uuid4().hex
     turns = [TurnPipe(pair) for _ in starts]
-    running: list[RunningStart] = []
+    running: list[Start] = []
     # Reading a turn blocks; a process that is stopped ends it.
     left = max(deadline - time.monotonic(), 0.0)
-    watchdog = threading.Timer(left, lambda: [process.stop() for process in running])
+    watchdog = threading.Timer(left, lambda: [start.stop() for start in running])
     try:
         for start, turn in zip(starts, turns, strict=True):
-            running.append(RunningStart(start, turn.environment, turn.descriptors))
+            start.begin(turn.environment, turn.descriptors)
+            running.append(start)
             turn.started()
         watchdog.start()
-        for running_start, turn in zip(running, turns, strict=True):
+        for start, turn in zip(starts, turns, strict=True):
             if not turn.ready():
-                running_start.wait(deadline)
-                running_start.check()
-        for running_start in running:
-            pin(running_start.pid, cpus)
+                start.wait(deadline)
+                start.check()
+        for start in starts:
+            pin(start.pid, cpus)
         give_turns(turns)
-        for running_start in running:
-            running_start.wait(deadline)
+        for start in starts:
+            start.wait(deadline)
     except Crash:
         if time.monotonic() < deadline:
             raise
@@ -220,12 +221,12 @@ def run_in_turns(starts: Sequence[Start], *, cpus: frozenset[int] | None, deadli
         with interrupts_held():
             for turn in turns:
                 turn.close()
-            for running_start in running:
-                running_start.stop()
+            for start in running:
+                start.stop()
     if time.monotonic() >= deadline:
         raise OutOfTime
-    for running_start in running:
-        running_start.check()
+    for start in starts:
+        start.check()
 
 
 def environment_of(inherit_sources: bool) -> dict[str, str]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -76,26 +76,17 @@ URL_NOTE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A finished comparison: its starts pair by pair, and the verdict."""
-
-    plan: StartsPlan
-    base: tuple[RunData, ...]
-    new: tuple[RunData, ...]
-    comparison: Comparison
-    stopped_because: str
-
-
 @dataclass(slots=True)
 class PairedSeries:
-    """Starts in a folder, resumed. BadInput: an impossible plan, or a base that crashes."""
+    """Starts in a folder, resumed; `run` judges. BadInput: an impossible plan, or a base that crashes."""
 
     plan: StartsPlan
     folder: Path
     progress: Progress = field(default_factory=Silent)
     base: list[RunData] = field(default_factory=list)
     new: list[RunData] = field(default_factory=list)
+    comparison: Comparison = field(init=False)
+    stopped_because: str = ""
     _is_current: bool = False
 
     def __post_init__(self) -> None:
@@ -104,7 +95,7 @@ class PairedSeries:
         if self.plan.pin_cpus not in ("auto", "none"):
             parse_cpus(self.plan.pin_cpus)
 
-    def run(self) -> Finished:
+    def run(self) -> Self:
         """Run pairs until the verdict is settled, the budget ends, or the new build crashes."""
         budget = self.plan.budget
         deadline = time.monotonic() + 60 * budget.max_minutes
@@ -177,7 +168,7 @@ class PairedSeries:
         made = build.is_other_tool
         return Start(build.name, command, folder, inherit_sources=is_here, makes_folder=made)
 
-    def _crashed(self, crash: Crash) -> Finished:
+    def _crashed(self, crash: Crash) -> Self:
         """The new build crashes where the base runs: that is a regression."""
         outcome, names = GateOutcome.REGRESSION, (self.plan.base.name, self.plan.new.name)
         judged = self._judge(final=True) if self.new else Comparison(outcome, (), *names, 0.0)
@@ -206,8 +197,9 @@ class PairedSeries:
         changed = {"outcome": GateOutcome.NO_VERDICT, "settled": True}
         return replace(comparison, reasons=(reason, *notes), decided_by=(reason,), **changed)
 
-    def _finished(self, comparison: Comparison, reason: str) -> Finished:
-        return Finished(self.plan, tuple(self.base), tuple(self.new), comparison, reason)
+    def _finished(self, comparison: Comparison, reason: str) -> Self:
+        self.comparison, self.stopped_because = comparison, reason
+        return self
 
     def _folder_of(self, build: Build, number: int) -> Path:
         return self.folder / f"{number:03}-{build.name}"
@@ -243,7 +235,7 @@ def known_limits(
 SHOWN = ("duration", "cpu_seconds", "waiting_seconds", "output_throughput", "median_tpot_ms")
 
 
-def write_comparison(finished: Finished, folder: Path) -> tuple[dict[str, Any], Page]:
+def write_comparison(finished: PairedSeries, folder: Path) -> tuple[dict[str, Any], Page]:
     """Write the files; returns the record and the page. Without a finished pair there is no page of two runs
     to show."""
     starts = {
@@ -258,7 +250,7 @@ def write_comparison(finished: Finished, folder: Path) -> tuple[dict[str, Any], 
     return record, page
 
 
-def starts_page(finished: Finished) -> Page:
+def starts_page(finished: PairedSeries) -> Page:
     """The comparison page of all starts, with a section on each of them."""
     if not finished.new:
         base, new = finished.plan.base, finished.plan.new

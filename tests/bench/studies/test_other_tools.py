@@ -11,7 +11,7 @@ from llmopt.bench.gate.gate_options import LimitOptions
 from llmopt.bench.gate.limits import GateOutcome
 from llmopt.bench.report.comparison import summary
 from llmopt.bench.studies.starts_plan import Budget, StartsPlan, parse_builds
-from llmopt.bench.studies.starts_series import Finished, PairedSeries
+from llmopt.bench.studies.starts_series import PairedSeries
 
 TOOL = """
 import json, pathlib, random, sys
@@ -26,7 +26,7 @@ path.write_text(json.dumps({
 """
 
 
-def judged(folder: Path, factor: float, gate: str | None = None, starts: int = 24) -> Finished:
+def judged(folder: Path, factor: float, gate: str | None = None, starts: int = 24) -> PairedSeries:
     tool = folder / "tool.py"
     tool.write_text(TOOL)
     words = [

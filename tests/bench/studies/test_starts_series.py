@@ -16,9 +16,9 @@ from llmopt.base.errors import BadInput
 from llmopt.bench.gate.gate_options import LimitOptions
 from llmopt.bench.gate.limits import GateOutcome
 from llmopt.bench.record.result import has_result
-from llmopt.bench.studies.start import RunningStart, Start, has_option
+from llmopt.bench.studies.start import Start, has_option
 from llmopt.bench.studies.starts_plan import Budget, Build, StartsPlan
-from llmopt.bench.studies.starts_series import Finished, PairedSeries, write_comparison
+from llmopt.bench.studies.starts_series import PairedSeries, write_comparison
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded
 
@@ -35,7 +35,7 @@ def plan_of(
     return StartsPlan(*builds, (), LimitOptions(gate=gate), limits, "none", interleave)
 
 
-def run(plan: StartsPlan, folder: Path) -> Finished:
+def run(plan: StartsPlan, folder: Path) -> PairedSeries:
     folder.mkdir(exist_ok=True)
     plan.write(folder)
     return PairedSeries(plan, folder).run()
@@ -149,8 +149,9 @@ def test_a_start_that_is_stopped_leaves_no_run(
         process.wait()
 
     monkeypatch.setattr("llmopt.bench.studies.start.stop", interrupted)
-    running = RunningStart(Start("new", ["sleep", "60"], folder, True, makes_folder=True))
-    running.stop()
+    start = Start("new", ["sleep", "60"], folder, True, makes_folder=True)
+    start.begin()
+    start.stop()
     assert not has_result(folder)
 
 
