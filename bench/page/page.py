@@ -13,7 +13,7 @@ Page templates are jinja texts over a record that read like the report. Their li
     | header | header             (|| header | header: a table of prose, not of numbers)
     | cell   | cell               (bad| cell | cell: a row in a tone)
 
-`{{ insert(x) }}` on a line of its own puts a figure, table, verdict, card or section there, or several;
+`{{ insert(x) }}` on a line of its own puts a figure, table, verdict or card there, or several;
 nothing where there is none. Values are escaped, so that text of a record is never read as a mark. HTML and
 Markdown are both rendered from the parsed page.
 """
@@ -175,34 +175,34 @@ class MarkedText:
         return markdown
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Section:
     """A heading with paragraphs, figures, tables and marked texts, in that order, or the tables before the
     figures."""
 
     title: str
-    paragraphs: Sequence[str] = ()
-    figures: Sequence[Figure] = ()
-    tables: Sequence[ReportTable] = ()
+    paragraphs: list[str] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    tables: list[ReportTable] = field(default_factory=list)
     folded: bool = False
     tables_first: bool = False
-    texts: Sequence[MarkedText] = ()
+    texts: list[MarkedText] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Page:
     """A whole report."""
 
-    title: str
-    subtitle: str
-    verdict: ReportVerdict
-    cards: Sequence[Card]
-    sections: Sequence[Section]
-    warnings: Sequence[str] = ()
-    notes: Sequence[str] = ()
+    title: str = ""
+    subtitle: str = ""
+    verdict: ReportVerdict = ReportVerdict("plain", "", "")
+    cards: list[Card] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def without_figures(self) -> Page:
-        return replace(self, sections=[replace(section, figures=()) for section in self.sections])
+        return replace(self, sections=[replace(section, figures=[]) for section in self.sections])
 
     def write(self, html: Path | None = None, markdown: Path | None = None) -> None:
         """The page as one HTML file and its tables as a Markdown file, where they are asked for."""
@@ -273,32 +273,33 @@ ENTITIES = str.maketrans(
 )
 ROW = re.compile(r"(good|bad|unsure|plain|)(\|\|?)(.*)")
 INSERTED = re.compile("\0(\\d+)")
-Part = ReportVerdict | Card | Figure | ReportTable | MarkedText | Section
+Part = ReportVerdict | Card | Figure | ReportTable | MarkedText
 
 
 def page_of(template: str, **record: Any) -> Page:
-    return rendered(template, record).page()
-
-
-def rendered(template: str, record: Mapping[str, Any]) -> PageReader:
     reader, environment = PageReader(), _template_environment()
     read = environment.from_string if "\n" in template else environment.get_template
-    return reader.read(read(template).render(insert=reader.insert, **record))
+    page = reader.read(read(template).render(insert=reader.insert, **record))
+    if not is_installed("matplotlib"):
+        _warn_once(NO_PICTURES)
+        page.notes.append(NO_PICTURES)
+        page.sections = [
+            section
+            for section in page.sections
+            if section.paragraphs or section.figures or section.tables or section.texts
+        ]
+    return page
 
 
 class PageReader:
     """Reads the text of a rendered template line by line."""
 
     def __init__(self) -> None:
-        self.sections: list[Section] = []
-        self._title = self._subtitle = ""
-        self._verdict = ReportVerdict("plain", "", "")
-        self._cards: list[Card] = []
-        self._warnings: list[str] = []
-        self._notes: list[str] = []
+        self._page = Page()
         self._inserted: list[Part] = []
         self._paragraph: list[str] = []
         self._table: ReportTable | None = None
+        self._rows: list[list[str]] = []
 
     def insert(self, parts: Part | Iterable[Part] | None) -> Any:
         """The marks of parts that were made in Python, each read as a line of its own."""
@@ -311,21 +312,11 @@ class PageReader:
         marks = (f"\0{number}" for number in range(first, len(self._inserted)))
         return Markup("\n".join(marks))
 
-    def read(self, text: str) -> PageReader:
+    def read(self, text: str) -> Page:
         for line in text.split("\n"):
             self._read_line(line.rstrip(" "))
         self._end_block()
-        return self
-
-    def page(self) -> Page:
-        sections, notes = self.sections, self._notes
-        if not is_installed("matplotlib"):
-            _warn_once(NO_PICTURES)
-            notes = [*notes, NO_PICTURES]
-            sections = [s for s in sections if s.paragraphs or s.figures or s.tables or s.texts]
-        return Page(
-            self._title, self._subtitle, self._verdict, self._cards, sections, self._warnings, notes
-        )
+        return self._page
 
     def _read_line(self, line: str) -> None:
         if match := ROW.fullmatch(line):
@@ -338,26 +329,25 @@ class PageReader:
         if match := INSERTED.fullmatch(line):
             self._add(self._inserted[int(match.group(1))])
         elif mark == "#":
-            self._title = _text(rest)
+            self._page.title = _text(rest)
         elif mark in ("##", "###"):
-            self.sections.append(Section(_text(rest), folded=mark == "###"))
+            self._page.sections.append(Section(_text(rest), folded=mark == "###"))
         elif mark in ("!", ">"):
-            (self._warnings if mark == "!" else self._notes).append(_text(rest))
+            (self._page.warnings if mark == "!" else self._page.notes).append(_text(rest))
         elif mark == "*":
-            self._cards.append(Card(*map(_text, rest.split("|"))))
+            self._page.cards.append(Card(*map(_text, rest.split("|"))))
         elif line.strip():
             self._paragraph.append(line.strip(" "))
 
     def _add_row(self, tone: str, cells: list[str], *, is_prose: bool) -> None:
         if self._table is None:
             caption, self._paragraph = _text(" ".join(self._paragraph)), []
-            self._table = ReportTable(cells, [], caption, is_prose=is_prose)
+            self._rows = []
+            self._table = ReportTable(cells, self._rows, caption, is_prose=is_prose)
             return
-        rows = [*self._table.rows, cells]
-        tones: dict[int, Tone] = {**self._table.tones}
         if tone in ("good", "bad", "unsure", "plain"):
-            tones[len(rows) - 1] = tone
-        self._table = replace(self._table, rows=rows, tones=tones)
+            self._table.tones[len(self._rows)] = tone
+        self._rows.append(cells)
 
     def _end_block(self) -> None:
         """Put the open table or paragraph into its section; the first paragraph of a page is its subtitle."""
@@ -366,30 +356,33 @@ class PageReader:
             self._add(table)
         elif self._paragraph:
             text, self._paragraph = _text(" ".join(self._paragraph)), []
-            if self.sections:
+            if self._page.sections:
                 self._append(text)
             else:
-                self._subtitle = text
+                self._page.subtitle = text
 
     def _add(self, part: Part) -> None:
-        if isinstance(part, Section):
-            self.sections.append(part)
-        elif isinstance(part, ReportVerdict):
-            self._verdict = part
+        if isinstance(part, ReportVerdict):
+            self._page.verdict = part
         elif isinstance(part, Card):
-            self._cards.append(part)
+            self._page.cards.append(part)
         elif not (isinstance(part, Figure) and not part.svg):
             self._append(part)
 
     def _append(self, part: Figure | ReportTable | MarkedText | str) -> None:
         """Add a part to the last section."""
-        kinds = {Figure: "figures", ReportTable: "tables", MarkedText: "texts", str: "paragraphs"}
-        section, name = self.sections[-1], kinds[type(part)]
-        first = section.tables_first
-        if name == "figures":
-            first = bool(section.tables) and (first or not section.figures)
-        parts = {name: [*getattr(section, name), part]}
-        self.sections[-1] = replace(section, tables_first=first, **parts)
+        section = self._page.sections[-1]
+        match part:
+            case Figure():
+                if not section.figures:
+                    section.tables_first = bool(section.tables)
+                section.figures.append(part)
+            case ReportTable():
+                section.tables.append(part)
+            case MarkedText():
+                section.texts.append(part)
+            case _:
+                section.paragraphs.append(part)
 
 
 @cache

@@ -255,7 +255,7 @@ def starts_page(finished: PairedSeries) -> Page:
     if not finished.new:
         base, new = finished.plan.base, finished.plan.new
         title, builds = f"{new.name} against {base.name}", f"{base.spec} and {new.spec}"
-        return Page(title, builds, verdict_of(finished.comparison), (), ())
+        return Page(title, builds, verdict_of(finished.comparison))
     pairs = enumerate(zip(finished.base, finished.new, strict=True), 1)
     return comparison_page(
         pooled(finished.base),

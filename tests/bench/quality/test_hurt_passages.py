@@ -54,8 +54,8 @@ def test_passages_are_shown_shaded_and_escaped() -> None:
     assert passage["position"] == 1 and "".join(passage["tokens"]) == text
     shaded = marked(passage)
     assert [shade for _, shade, _ in shaded.pieces] == [0, 0, 1, 2, 3, 4, 0, 0, 1]
-    section = Section("Quality", texts=(shaded,))
-    page = Page("t", "s", ReportVerdict("plain", "h", "s"), (), (section,))
+    section = Section("Quality", texts=[shaded])
+    page = Page("t", "s", ReportVerdict("plain", "h", "s"), sections=[section])
     html = to_html(page)
     assert '<span class="shade2" title="0.300 nats">b</span>' in html
     assert '<span class="shade1" title="0.060 nats">&lt;</span>' in html

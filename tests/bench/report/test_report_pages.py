@@ -239,7 +239,7 @@ def test_report_states_formulas_and_holds_its_figures(tmp_path: Path) -> None:
 
 def test_page_escapes_text_and_markdown_bars() -> None:
     table = ReportTable(("a", "b"), [["x|y", "<b>"]])
-    page = Page("T <i>", "s", ReportVerdict("good", "h", "s"), (), [Section("S", (), (), (table,))])
+    page = Page("T <i>", "s", ReportVerdict("good", "h", "s"), [], [Section("S", tables=[table])])
     assert "T &lt;i&gt;" in to_html(page) and "<b>" not in to_html(page)
     assert "x\\|y" in to_markdown(page) and "# T <i>\n" in to_markdown(page)
     figure, _ = canvas()
