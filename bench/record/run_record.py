@@ -7,7 +7,7 @@ import math
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,20 +71,26 @@ class MeasuredPass:
         return self.usage["disturbed"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Measurement:
-    """The measurements common to all kinds of target. `paired_runs` is the shared id of runs with interleaved
-    passes; `rejected` are disturbed passes that were measured again, which enter nothing else."""
+    """The measurements common to all kinds of target.
+
+    Attributes:
+        names: vLLM's `model_id`; `tokenizer_id` and `backend` where they are not the model's and llmopt's.
+        paired_runs: shared id of runs with interleaved passes.
+        rejected: disturbed passes that were measured again, which enter nothing else.
+    """
 
     options: BenchOptions
     name: str
-    paired_runs: str | None
+    names: Mapping[str, str]
     workload: Workload
-    passes: Sequence[MeasuredPass]
-    rejected: Sequence[MeasuredPass]
-    metrics: Mapping[str, Any]
     machine: MachineMeter
-    interrupted: bool
+    paired_runs: str | None = None
+    passes: list[MeasuredPass] = field(default_factory=list)
+    rejected: list[MeasuredPass] = field(default_factory=list)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
 
     @property
     def loads(self) -> list[LoadPass]:
@@ -102,23 +108,13 @@ class Measurement:
         return sum(known) / len(known) if known else None
 
 
-@dataclass(frozen=True, slots=True)
-class TargetFacts:
-    """Facts about the target, provided by its session: vLLM's `model_id` and `tokenizer_id` (default: the
-    model's), and the `parts` of the record that only this kind of target has."""
-
-    model_id: str
-    parts: Mapping[str, Any]
-    backend: str = "llmopt"
-    tokenizer_id: str | None = None
-
-
 def build_run(
-    measured: Measurement, target: TargetFacts, series: QualitySeries | None = None
+    measured: Measurement, facts: Mapping[str, Any], series: QualitySeries | None = None
 ) -> BenchRun:
-    """The run with its record: vLLM's keys at the top level, llmopt's under `llmopt`, plain values only."""
+    """The run with its record: vLLM's keys at the top level, llmopt's under `llmopt`, plain values only.
+    `facts` are the parts that only this kind of target has."""
     options, loads = measured.options, measured.loads
-    record = vllm_part(options, loads, target, f"{datetime.now():%Y%m%d-%H%M%S}")
+    record = vllm_part(options, loads, measured.names, f"{datetime.now():%Y%m%d-%H%M%S}")
     errors = Counter(t.error for load in loads for t in load.traces if not t.success)
     rows = [{"error": error, "count": count} for error, count in errors.most_common(MOST_ERRORS)]
     parts = {
@@ -138,7 +134,7 @@ def build_run(
         "energy": measured.machine.energy.part(*measured.all_tokens),
         "environment": measured.machine.environment(),
         **dict.fromkeys(("phases", "preemptions", "quality", "roofline")),
-        **target.parts,
+        **facts,
     }
     if (price := options.gpu_hour_price) is not None:
         tokens = record["total_input_tokens"], record["total_output_tokens"]
@@ -195,17 +191,17 @@ def joules_per_token(joules: float | None, prompt_tokens: int, output_tokens: in
 
 
 def vllm_part(
-    options: BenchOptions, passes: Sequence[LoadPass], target: TargetFacts, date: str
+    options: BenchOptions, passes: Sequence[LoadPass], names: Mapping[str, str], date: str
 ) -> dict[str, Any]:
     """The top level: the keys, types and order of `vllm bench serve`. Per-request arrays (seconds) only with
     `save_detailed`. A rate without limit is the text "inf"."""
     record: dict[str, Any] = {
         "date": date,
-        "endpoint_type": target.backend,
-        "backend": target.backend,
+        "endpoint_type": names.get("backend", "llmopt"),
+        "backend": names.get("backend", "llmopt"),
         "label": options.label,
-        "model_id": target.model_id,
-        "tokenizer_id": target.tokenizer_id or target.model_id,
+        "model_id": names["model_id"],
+        "tokenizer_id": names.get("tokenizer_id", names["model_id"]),
         "num_prompts": options.num_prompts * options.num_runs,
         **options.metadata,
         "request_rate": options.rate if math.isfinite(options.rate) else "inf",

@@ -14,12 +14,11 @@ from typing import Any, Self
 
 from ...base.atomic_io import interrupts_held
 from ...base.progress import SHARE, Progress, Silent
-from ..machine.machine_meter import MachineMeter
 from ..metrics.run_statistics import distributions
 from ..metrics.trace import LoadPass
 from ..options.options import BenchOptions
 from ..record.result import BenchRun
-from ..record.run_record import MeasuredPass, Measurement, TargetFacts, build_run
+from ..record.run_record import MeasuredPass, Measurement, build_run
 from ..workloads.synthetic import warmup_workload
 from ..workloads.workload import Workload
 from .quality import ScoredQuality
@@ -130,19 +129,13 @@ class BenchSession(ABC):
 
     def __init__(
         self,
-        options: BenchOptions,
-        name: str,
-        workload: Workload,
-        machine: MachineMeter,
+        measured: Measurement,
         progress: Progress | None,
-        paired_runs: str | None,
         tasks: TaskSet | None = None,
     ) -> None:
-        self._options, self.name, self.workload = options, name, workload
-        self._machine, self._paired_runs = machine, paired_runs
-        self._progress = RunProgress.of(progress, options)
-        self._passes: list[MeasuredPass] = []
-        self._rejected: list[MeasuredPass] = []
+        self.measured, self._options = measured, measured.options
+        self.name, self.workload = measured.name, measured.workload
+        self._progress = RunProgress.of(progress, self._options)
         self._quality = ScoredQuality()
         self._tasks = tasks
         self._task_scores: TaskScores | None = None
@@ -158,11 +151,7 @@ class BenchSession(ABC):
 
     @property
     def passes(self) -> Sequence[LoadPass]:
-        return [measured.load for measured in self._passes]
-
-    @property
-    def hit_rates(self) -> Sequence[float | None]:
-        return [measured.prefix_cache_hit_rate for measured in self._passes]
+        return self.measured.loads
 
     def say_model(self) -> None:  # noqa: B027 - of a server nothing is known
         """Print the model's facts."""
@@ -173,17 +162,18 @@ class BenchSession(ABC):
 
     def run_pass(self) -> bool:
         """Run a pass; False: interrupted. Disturbed passes are redone, to `max_redone_passes` in all."""
-        number = len(self._passes) + 1
+        passes, rejected = self.measured.passes, self.measured.rejected
+        number = len(passes) + 1
         description = f"{self.name}, pass {number} of {self._options.num_runs}"
         while True:
             self._progress.begin(PASS, description)
-            measured = self._measure(number + len(self._rejected), description)
+            measured = self._measure(number + len(rejected), description)
             self._progress.end()
-            spent = len(self._rejected) >= self._options.max_redone_passes
+            spent = len(rejected) >= self._options.max_redone_passes
             if spent or not measured.disturbed or measured.load.interrupted:
                 break
-            self._rejected.append(measured)
-        self._passes.append(measured)
+            rejected.append(measured)
+        passes.append(measured)
         return not measured.load.interrupted
 
     def finish(self, *, interrupted: bool = False) -> BenchRun:
@@ -197,18 +187,9 @@ class BenchSession(ABC):
             except KeyboardInterrupt:
                 interrupted = True
         with interrupts_held():
-            measured = Measurement(
-                options=self._options,
-                name=self.name,
-                paired_runs=self._paired_runs,
-                workload=self.workload,
-                passes=self._passes,
-                rejected=self._rejected,
-                metrics=distributions(self.passes, self._options.seed),
-                machine=self._machine,
-                interrupted=interrupted,
-            )
-            run = build_run(measured, self._facts(measured), self._quality.series)
+            self.measured.metrics = distributions(self.passes, self._options.seed)
+            self.measured.interrupted = interrupted
+            run = build_run(self.measured, self._facts(), self._quality.series)
         run.items = None if self._task_scores is None else self._task_scores.items
         return run
 
@@ -225,8 +206,8 @@ class BenchSession(ABC):
         """Score what was asked for, one by one, so that an interrupt keeps the finished scores."""
 
     @abstractmethod
-    def _facts(self, measured: Measurement) -> TargetFacts:
-        """The facts about the target, with its scores."""
+    def _facts(self) -> dict[str, Any]:
+        """The parts of the record that only this kind of target has, with its scores."""
 
     def _score_tasks(self, backend: Callable[[], TaskBackend]) -> None:
         if self._tasks is not None:

@@ -13,11 +13,10 @@ from ..gate.counts import MOST_FAILED
 from ..metrics.metrics import aggregate, slo_share
 from ..metrics.run_statistics import steady_state
 from ..metrics.statistics import run_cv
-from ..metrics.trace import LoadPass
 from ..options.options import BenchOptions
 from ..options.values import Kind
 from ..record.result import plain
-from ..record.run_record import workload_part
+from ..record.run_record import Measurement, workload_part
 from .session import BenchSession
 from .target_sessions import EngineSession, HttpSession
 
@@ -129,7 +128,7 @@ class SweepTarget:
             for _ in range(options.num_runs):
                 if not session.run_pass():
                     raise KeyboardInterrupt
-            point = point_record(kind, value, session.passes, session.hit_rates, self._limits)
+            point = point_record(kind, value, session.measured, self._limits)
             point["workload_sha256"] = session.workload.sha256
         if kind == self.kind:
             self.points.append(point)
@@ -155,13 +154,10 @@ def varied_away(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def point_record(
-    kind: Kind,
-    value: float,
-    passes: Sequence[LoadPass],
-    hit_rates: Sequence[float | None],
-    limits_ms: Mapping[str, float],
+    kind: Kind, value: float, measured: Measurement, limits_ms: Mapping[str, float]
 ) -> dict[str, Any]:
     """Figures of one load: vLLM's aggregate keys over its passes, and the sweep's decision quantities."""
+    passes = measured.loads
     figures = aggregate(
         passes, metrics=METRICS, percentiles=(50, 90, 99), goodput_ms=limits_ms or None
     )
@@ -169,7 +165,6 @@ def point_record(
     throughput = figures["output_throughput"]
     alone = [aggregate([load], metrics=(), percentiles=()) for load in passes]
     by_pass = [figures["output_throughput"] for figures in alone]
-    known = [rate for rate in hit_rates if rate is not None]
     return {
         kind: int(value) if kind == "concurrency" else value,
         "num_runs": len(passes),
@@ -179,7 +174,7 @@ def point_record(
         or (figures["request_throughput"] or 0.0) >= KEPT_UP * value,
         "power": throughput / (latency / 1000) if throughput and latency else None,
         "run_cv": run_cv(by_pass) if len(by_pass) > 1 and all(by_pass) else None,
-        "prefix_cache_hit_rate": sum(known) / len(known) if known else None,
+        "prefix_cache_hit_rate": measured.prefix_cache_hit_rate,
         "steady_state": steady_state(passes, int(value) if kind == "concurrency" else None),
         "good_share": slo_share(
             [trace for load_pass in passes for trace in load_pass.traces],

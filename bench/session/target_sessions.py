@@ -49,7 +49,6 @@ from ..record.result import BenchRun
 from ..record.run_record import (
     MeasuredPass,
     Measurement,
-    TargetFacts,
     conversations_part,
     engine_identity,
     identity_part,
@@ -117,7 +116,9 @@ class EngineSession(BenchSession):
         self.engine.hook = injected_delay(options.slowdown, options.slowdown_where)
         name = options.name or options.label or short_name(self._model)
         machine = MachineMeter(str(self.engine.device), passes=PassMeter())
-        super().__init__(options, name, workload, machine, run_progress, paired_runs, tasks)
+        names = {"model_id": options.model or short_name(self._model)}
+        measured = Measurement(options, name, names, workload, machine, paired_runs)
+        super().__init__(measured, run_progress, tasks)
         # The garbage of loading; before each pass the load driver collects only what is young.
         gc.collect()
         self._warm_up(options.warmups, self.engine.tokenizer, self._drive)
@@ -130,7 +131,7 @@ class EngineSession(BenchSession):
 
     def finish(self, *, interrupted: bool = False) -> BenchRun:
         # With several sessions per process, or several processes, peak memory cannot be attributed.
-        alone = not self._paired_runs and self._options.tensor_parallel_size == 1
+        alone = not self.measured.paired_runs and self._options.tensor_parallel_size == 1
         self._peak_bytes = peak_memory_bytes() if alone else None
         self._preemptions = self._preempted()
         return super().finish(interrupted=interrupted)
@@ -150,8 +151,8 @@ class EngineSession(BenchSession):
             rows, items = draft_scores(self.passes[0].traces, options.speculation.num_tokens)
             self._task_scores = with_scores(self._task_scores, rows, items)
 
-    def _facts(self, measured: Measurement) -> TargetFacts:
-        options, engine, passes = self._options, self.engine, measured.loads
+    def _facts(self) -> dict[str, Any]:
+        options, engine, passes = self._options, self.engine, self.passes
         size = engine.scheduler.config.block_size
         parts = {
             "identity": self.identity(),
@@ -175,8 +176,8 @@ class EngineSession(BenchSession):
         if self._plan is not None:
             closed = math.isinf(options.rate) and options.ramp_up_strategy is None
             clients = options.concurrency if closed else None
-            parts["plan"] = residuals(self._plan, engine, passes, measured.metrics, clients)
-        return TargetFacts(options.model or short_name(self._model), parts)
+            parts["plan"] = residuals(self._plan, engine, passes, self.measured.metrics, clients)
+        return parts
 
     def _measure(self, number: int, description: str) -> MeasuredPass:
         # Reset the prefix cache, so that a pass does not speed up the next.
@@ -186,9 +187,9 @@ class EngineSession(BenchSession):
         self._target.images = ImagePreparation()
         before = self.engine.stats
         recorder = self.engine.recorder = StepRecorder(self.engine.scheduler)
-        self._machine.start()
+        self.measured.machine.start()
         load = self._drive(self.workload, description, self._options.duration)
-        usage = self._machine.stop()
+        usage = self.measured.machine.stop()
         encoders = self.engine.images.encoders
         self._images = images_part(self._target.images, encoders, load.traces)
         for trace in load.traces:
@@ -211,7 +212,7 @@ class EngineSession(BenchSession):
         )
 
     def _preempted(self) -> int:
-        rejected = sum(measured.preemptions for measured in self._rejected)
+        rejected = sum(measured.preemptions for measured in self.measured.rejected)
         return self.engine.stats.num_preemptions - rejected
 
     def _drive(self, workload: Workload, description: str, window: float | None = None) -> LoadPass:
@@ -267,7 +268,10 @@ class HttpSession(BenchSession):
             passes=PassMeter(started["pid"]) if (started := options.started_server) else None,
             no_energy_because=None if address.is_loopback else ELSEWHERE,
         )
-        super().__init__(options, name, workload, machine, progress, paired_runs, tasks)
+        names = {"model_id": served.model, "backend": options.backend}
+        names["tokenizer_id"] = served.tokenizer_name
+        measured = Measurement(options, name, names, workload, machine, paired_runs)
+        super().__init__(measured, progress, tasks)
         self._scraper = Scraper(address)
         self._driver = HttpDriver(options, address, served, self._progress)
         try:
@@ -321,7 +325,8 @@ class HttpSession(BenchSession):
         version = self._said["version"] or (options.started_server or {}).get("version")
         return {**identity, "server": {"model": self._said["model"], "version": version}}
 
-    def _facts(self, measured: Measurement) -> TargetFacts:
+    def _facts(self) -> dict[str, Any]:
+        measured = self.measured
         by_pass = [one_pass.server_metrics for one_pass in measured.passes]
         server_metrics = server_metrics_part(self._scraper, by_pass)
         preemptions = server_metrics["counters"].get("num_preemptions")
@@ -339,7 +344,7 @@ class HttpSession(BenchSession):
             silent.append(
                 f"the server preempted {round(preemptions)} requests, and computed them again"
             )
-        parts = {
+        return {
             "identity": self.identity(),
             "silent_failures": [*silent, *self._driver.doubts()],
             "memory": dict.fromkeys(sizes),
@@ -357,8 +362,6 @@ class HttpSession(BenchSession):
             },
             "server_metrics": server_metrics,
         }
-        names = {"backend": self._options.backend, "tokenizer_id": self._served.tokenizer_name}
-        return TargetFacts(self._served.model, parts, **names)
 
     def _score(self) -> None:
         """Score the served model and the tasks; a note says what is missing."""
@@ -389,10 +392,10 @@ class HttpSession(BenchSession):
 
     def _measure(self, number: int, description: str) -> MeasuredPass:
         self._scraper.start()
-        self._machine.start()
+        self.measured.machine.start()
         window = self._options.duration
         sent = self._driver.drive(self.workload, number, description, window)
-        usage = self._machine.stop(sent.worker_seconds)
+        usage = self.measured.machine.stop(sent.worker_seconds)
         of_server = pass_metrics(*self._scraper.stop())
         usage["client_machine_load"] = usage["other_load"]
         # With a server on this machine, its CPU use cannot be told from background load.

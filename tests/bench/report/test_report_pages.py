@@ -37,7 +37,7 @@ from llmopt.bench.record.result import (
     to_json,
     write_requests,
 )
-from llmopt.bench.record.run_record import TargetFacts, vllm_part
+from llmopt.bench.record.run_record import vllm_part
 from llmopt.bench.report.comparison import comparison_page
 from llmopt.bench.report.parts import formula_table
 from llmopt.bench.report.run_report import console_table, plan_table, run_page, write_report
@@ -95,7 +95,7 @@ def passes(count: int = 3, factor: float = 1.0) -> list[LoadPass]:
 
 
 def a_result(options: BenchOptions, made: list[LoadPass], name: str = "run") -> dict[str, Any]:
-    record = vllm_part(options, made, TargetFacts("m", {}), "20260101-000000")
+    record = vllm_part(options, made, {"model_id": "m"}, "20260101-000000")
     runs = [run_statistics.summarize_pass(one) for one in made]
     record["llmopt"] = {
         "schema": SCHEMA_VERSION,

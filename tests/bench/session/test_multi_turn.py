@@ -86,7 +86,8 @@ def test_hit_rate_equals_the_count_from_the_conversations(
     )
     with EngineSession(options, engine=engine) as session:
         assert session.run_pass()
-    (load,), (rate,), workload = session.passes, session.hit_rates, session.workload
+    (load,), workload = session.passes, session.workload
+    rate = session.measured.prefix_cache_hit_rate
     assert workload.num_requests == len(load.traces) > 12
     assert all(trace.success for trace in load.traces)
     prompt_tokens = sum(trace.prompt_len for trace in load.traces)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from llmopt.bench.metrics.trace import LoadPass
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.record.run_record import MeasuredPass
+from llmopt.bench.record.run_record import MeasuredPass, Measurement
 from llmopt.bench.report.parts import remarks
 from llmopt.bench.session.session import BenchSession
 
@@ -18,7 +18,7 @@ class FakeSession(BenchSession):
     def __init__(self, disturbed: list[bool], *, most: int) -> None:
         options = BenchOptions(num_runs=2, max_redone_passes=most)
         nothing: Any = None
-        super().__init__(options, "fake", nothing, nothing, None, None)
+        super().__init__(Measurement(options, "fake", {}, nothing, nothing), None)
         self._disturbed = disturbed
         self.numbers: list[int] = []
 
@@ -28,7 +28,7 @@ class FakeSession(BenchSession):
     def _score(self) -> None:
         raise AssertionError("these tests only make passes")
 
-    def _facts(self, measured: Any) -> Any:
+    def _facts(self) -> Any:
         raise AssertionError("these tests only make passes")
 
     def _measure(self, number: int, description: str) -> MeasuredPass:
@@ -39,7 +39,7 @@ class FakeSession(BenchSession):
     def outcome(self) -> tuple[list[bool], int]:
         """(whether each pass of the record is disturbed, how many were rejected)."""
         assert self.run_pass() and self.run_pass()
-        return [one.disturbed for one in self._passes], len(self._rejected)
+        return [one.disturbed for one in self.measured.passes], len(self.measured.rejected)
 
 
 @pytest.mark.parametrize(
