@@ -1,4 +1,4 @@
-"""Figures of runs and comparisons: latency distributions, timelines, roofline, changes, operating curves."""
+"""Figures of runs and comparisons: latencies, timelines, roofline, depth, changes, operating curves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...engine.base.units import parse_tokens
 from ..gate.limits import GateOutcome
 from ..gate.verdict import STEPS, MeasuredVerdict, OperatingCurve
 from ..metrics.metrics import samples
@@ -33,7 +34,7 @@ from ..page.plot_style import (
 )
 from ..record.comparable import served_weight_bytes
 from ..record.result import RunData
-from .depth import depth_curves, depth_svg
+from .parts import depth_curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -242,6 +243,32 @@ def _draw_roofs(axis: Axes, grid: np.ndarray, ceilings: Mapping[str, float] | No
         axis.plot(grid, roof, color=INK if style == "-" else MUTED, linestyle=style, label=label)
     axis.set(xlabel="FLOP per model byte moved", ylabel="FLOP/s")
     title(axis, f"Measured ceilings, matmul {ceilings['flops'] / 1e9:.3g} GFLOP/s")
+
+
+DEPTH_PANELS = {"KL (nats)": "kl_nats", "Top-1 agreement": "top1_agreement"}
+
+
+@drawn
+def depth_svg(curves: Mapping[str, Mapping[str, Any]]) -> str:
+    """KL by depth with its band, and top-1 agreement; a line for each of `depth_curves`."""
+    figure, axes = canvas(2, width=11, height=3.2)
+    for axis, (heading, key) in zip(axes, DEPTH_PANELS.items(), strict=True):
+        for (name, depths), colour in zip(curves.items(), cycle(SERIES), strict=False):
+            scored = {depth: part for depth, part in depths.items() if part is not None}
+            across = [parse_tokens(depth) for depth in scored]
+            values = [part[key] for part in scored.values()]
+            axis.plot(across, values, "-o", color=colour, markersize=4, label=name)
+            bands = [part["intervals"][key] for part in scored.values()]
+            if not any(None in band for band in bands):
+                low, high = zip(*bands, strict=True)
+                axis.fill_between(across, low, high, color=colour, alpha=0.18, linewidth=0)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(across, list(scored))
+        axis.set_xlabel("tokens before, at most")
+        title(axis, heading)
+    axes[0].set_ylim(bottom=0)
+    axes[0].legend(fontsize=9, frameon=False)
+    return to_svg(figure, "KL and top-1 agreement by depth, with 95 % intervals")
 
 
 def captioned(svgs: Mapping[str, str], **captions: str) -> dict[str, Figure]:

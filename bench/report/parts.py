@@ -1,5 +1,5 @@
 """Parts that reports share: sentences on a run, the formulas, the files of a page, and its quality: scores in
-their order, the passages that lost most, errors of the layers.
+their order, the passages that lost most, errors of the layers, distances by depth.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from ..quality.summary import score_of
 from ..quality.task_items import metric_name, score_words, task_rows
 from ..quality.tool_calls import call_sentence
 from ..record.comparable import served_weight_bytes
-from .depth import depth_curves, depth_table
 
 
 def report_page(template: str, **record: Any) -> Page:
@@ -312,3 +311,33 @@ def layer_rows(
     columns = [{error["layer"]: error for error in errors} for errors in recorded if errors]
     layers = sorted({layer for column in columns for layer in column})
     return [(layer, [column.get(layer) for column in columns]) for layer in layers]
+
+
+def depth_curves(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """{name for readers: distances by depth} of the weights of every run, and of its caches of
+    `--quality-kv`; of several runs the names begin with theirs."""
+    curves: dict[str, Mapping[str, Any]] = {}
+    for name, result in results.items():
+        quality, prefix = result["llmopt"]["quality"] or {}, f"{name}: " if len(results) > 1 else ""
+        curves[f"{prefix}from the reference"] = quality.get("depth") or {}
+        for dtype, depths in (quality.get("kv") or {}).items():
+            curves[f"{prefix}{dtype} KV cache"] = depths
+    return {name: depths for name, depths in curves.items() if any(depths.values())}
+
+
+def depth_table(curves: Mapping[str, Mapping[str, Any]]) -> ReportTable:
+    """KL with its interval and top-1 agreement, a row for each curve and a column for each depth."""
+    depths = list(dict.fromkeys(depth for curve in curves.values() for depth in curve))
+    rows = [
+        [name, *(_distance_words(curve.get(depth)) for depth in depths)]
+        for name, curve in curves.items()
+    ]
+    return ReportTable(["depth", *depths], rows)
+
+
+def _distance_words(scored: Mapping[str, Any] | None) -> str:
+    if scored is None:
+        return ""
+    low, high = scored["intervals"]["kl_nats"]
+    between = "" if low is None else f" ({number(low, 5)} to {number(high, 5)})"
+    return f"{number(scored['kl_nats'], 5)}{between}, {percent(scored['top1_agreement'], 1)}"
