@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,35 +20,29 @@ if TYPE_CHECKING:
     from ..bench.studies.recipe_files import Stages
 
 
-@dataclass(frozen=True, slots=True)
-class RecipeOptions:
-    """The recipe, and what differs from it."""
-
+@with_options
+def run(
     recipe: Annotated[
         str | None,
         typer.Argument(
             help="A YAML file, or a bundled recipe: quickstart, choose, method-shootout, ci-regression or "
             "capacity."
         ),
-    ] = None
+    ] = None,
     resume: Path | None = option(
         None, "Resume the recipe in this run folder, from the first unfinished stage."
-    )
+    ),
     model: str | None = option(
         None, "A model in place of the recipe's: a folder, a name, a hub id."
-    )
+    ),
     changes: list[str] | None = option(
         None,
         "A value in place of the recipe's, such as bench.num_prompts=200 or "
         "variants.awq.quantize.bits=8; repeatable.",
         flag="--set",
         metavar="PATH=VALUE",
-    )
-
-
-@with_options
-def run(
-    asked: RecipeOptions,
+    ),
+    *,
     folder: FolderOptions,
     schema: bool = option(False, "Print the JSON schema of recipes; do nothing."),
     dry_run: bool = option(False, "Check the recipe and print its steps; do nothing."),
@@ -63,39 +56,39 @@ def run(
 
         typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
         return
-    if asked.resume is not None:
+    if resume is not None:
         if folder.output is not None:
             raise BadInput("--output names the folder of a new run: omit it with --resume")
-        if asked.model is not None or asked.changes:
+        if model is not None or changes:
             raise BadInput("--model and --set are of a new run: omit them with --resume")
         if not dry_run:
-            check_output(asked.resume, "--resume", folder=True)
+            check_output(resume, "--resume", folder=True)
     elif not dry_run:
         folder.check()
-    stages, recipe = _wanted(asked)
-    _check_models(recipe, dry_run)  # before torch is imported
+    stages, chosen = _wanted(recipe, resume, model, changes or ())
+    _check_models(chosen, dry_run)  # before torch is imported
     if not dry_run:
-        _do_stages(stages, recipe, folder, as_json)
+        _do_stages(stages, chosen, folder, as_json)
         return
     from ..bench.studies.recipe import steps_of
     from .output.console import result_console, say
 
-    steps = steps_of(recipe)
-    out = result_console(as_json, {"name": recipe.name, "steps": steps})
+    steps = steps_of(chosen)
+    out = result_console(as_json, {"name": chosen.name, "steps": steps})
     for number, line in enumerate(steps, 1):
         say(f"{number}. {line}", out)
 
 
-def _wanted(recipe_options: RecipeOptions) -> tuple[Stages | None, Recipe]:
+def _wanted(
+    recipe: str | None, resume: Path | None, model: str | None, changes: Sequence[str]
+) -> tuple[Stages | None, Recipe]:
     """(the stage journal to resume, the recipe)."""
     from ..bench.studies.recipe_files import Stages, read_recipe
 
-    if recipe_options.recipe is not None and recipe_options.resume is None:
-        return None, read_recipe(
-            recipe_options.recipe, recipe_options.model, recipe_options.changes or ()
-        )
-    if recipe_options.resume is not None and recipe_options.recipe is None:
-        stages = Stages.resume(recipe_options.resume)
+    if recipe is not None and resume is None:
+        return None, read_recipe(recipe, model, changes)
+    if resume is not None and recipe is None:
+        stages = Stages.resume(resume)
         return stages, stages.recipe
     raise BadInput("give a recipe to run, such as quickstart, or --resume FOLDER to resume one")
 

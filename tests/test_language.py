@@ -18,7 +18,6 @@ KEPT = {
     "cli.best": {"asked"},
     "cli.kv_plan": {"words"},
     "cli.quantize": {"asked"},
-    "cli.run": {"asked"},
     "engine.deploy.deployment": {"words"},
     "engine.deploy.engine_commands": {"words"},
     "engine.server.requests.request_record": {"held"},
