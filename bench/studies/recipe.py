@@ -142,24 +142,17 @@ class ServeStep(model_of(*_SERVER, but=("served_model_name", "print_command", "s
 
 
 def server_words(params: Mapping[str, Any]) -> list[str]:
-    """Command-line words of a server's parameters, as vLLM makes them. `max_num_seqs: 8` is `--max-num-seqs
-    8`; true and false are `--x` and `--no-x`, of a nested parameter (`a.b`) `--a.b=true`; a list repeats the
-    option; a mapping is JSON."""
+    """A command line of the words of options (`words_of`): `max_num_seqs: 8` is `--max-num-seqs 8`; true and
+    false are `--x` and `--no-x`; a list repeats the option."""
     arguments: list[str] = []
     for key, value in params.items():
-        head, dot, rest = key.partition(".")
-        flag = "--" + head.replace("_", "-") + dot + rest
+        name = key.replace("_", "-")
         if isinstance(value, bool):
-            plain = flag if value else flag.replace("--", "--no-", 1)
-            arguments.append(f"{flag}={_as_text(value)}" if dot else plain)
+            arguments.append(f"--{name}" if value else f"--no-{name}")
             continue
         for item in value if isinstance(value, list) else [value]:
-            arguments += [flag, _as_text(item)]
+            arguments += [f"--{name}", str(item)]
     return arguments
-
-
-def _as_text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, bool | Mapping | list) else str(value)
 
 
 def _refuse(values: Any, *keys: str) -> Any:
@@ -236,7 +229,8 @@ class Grid(_Strict):
             variant: dict[str, Any] = {}
             for (step, key, _), value in zip(axes, values, strict=True):
                 (variant.setdefault(step, {}) if step else variant)[key] = value
-            labels = [f"{key}-{_as_text(v)}" for (_, key, _), v in zip(axes, values, strict=True)]
+            shown = (json.dumps(v) if isinstance(v, bool | Mapping | list) else v for v in values)
+            labels = [f"{key}-{text}" for (_, key, _), text in zip(axes, shown, strict=True)]
             name = "_".join(re.sub(r"[^\w.-]+", "_", word) for word in labels)
             variants.append({"name": name, **variant})
         return variants
