@@ -177,15 +177,6 @@ def batches(
 CYCLES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class HttpPass:
-    """A pass, with the workers' CPU time; the hit rate is of prompt tokens in responses that report it."""
-
-    load: LoadPass
-    prefix_cache_hit_rate: float | None
-    worker_seconds: float
-
-
 class HttpDriver:
     """Sends passes to one endpoint and accumulates client overhead (lags, late connections)."""
 
@@ -229,16 +220,17 @@ class HttpDriver:
         )
 
     def warm_up(self, workload: Workload, description: str) -> LoadPass:
-        warmup = self.drive(workload, 0, description)
+        load, _, _ = self.drive(workload, 0, description)
         self._reset_account()
-        return warmup.load
+        return load
 
     def drive(
         self, workload: Workload, number: int, description: str, window: float | None = None
-    ) -> HttpPass:
-        """Pass `number` over the workload, 0 being the warm-up. A server's prefix cache cannot be emptied
-        from here. A different first token per pass, and per cycle within a `window`, makes every prompt miss
-        it, while prefixes shared within the cycle stay shared."""
+    ) -> tuple[LoadPass, float | None, float]:
+        """Pass `number` over the workload, 0 being the warm-up; its share of prompt tokens from the server's
+        prefix cache, in responses that report it, and the workers' CPU time. The cache cannot be emptied from
+        here. A different first token per pass, and per cycle within a `window`, makes every prompt miss it,
+        while prefixes shared within the cycle stay shared."""
         seconds = self._fleet.cpu_seconds()
         seen = self._fleet.run(
             self._endpoint,
@@ -252,11 +244,9 @@ class HttpDriver:
         )
         self._lags.append(seen.lag_ms)
         self._late_connections += seen.late_connections
-        return HttpPass(
-            self._load_pass(workload, seen, window),
-            prefix_cache_hit_rate(seen.exchanges),
-            self._fleet.cpu_seconds() - seconds,
-        )
+        used = self._fleet.cpu_seconds() - seconds
+        load = self._load_pass(workload, seen, window)
+        return load, prefix_cache_hit_rate(seen.exchanges), used
 
     def client_part(self, metrics: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[str, Any]:
         """`llmopt.client` of a result: client overhead and certification."""

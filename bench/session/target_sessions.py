@@ -394,17 +394,16 @@ class HttpSession(BenchSession):
         self._scraper.start()
         self.measured.machine.start()
         window = self._options.duration
-        sent = self._driver.drive(self.workload, number, description, window)
-        usage = self.measured.machine.stop(sent.worker_seconds)
+        load, hit_rate, used = self._driver.drive(self.workload, number, description, window)
+        usage = self.measured.machine.stop(used)
         of_server = pass_metrics(*self._scraper.stop())
         usage["client_machine_load"] = usage["other_load"]
         # With a server on this machine, its CPU use cannot be told from background load.
         if self._address.is_loopback:
             usage["other_load"] = None
-        hit_rate = sent.prefix_cache_hit_rate
         if hit_rate is None and of_server is not None:
             hit_rate = of_server["prefix_cache_hit_rate"]
-        return MeasuredPass(sent.load, hit_rate, usage, server_metrics=of_server)
+        return MeasuredPass(load, hit_rate, usage, server_metrics=of_server)
 
 
 def local_gpu() -> str:
