@@ -158,9 +158,9 @@ def _report(
     if not any(measured.traces for measured in run.passes):
         people.print("interrupted before any request finished: nothing was written")
         raise typer.Exit(130)
-    if judged.base is not None:
-        base = stamped(result.result_dir, judged.base.result["llmopt"]["name"])
-        write_run(judged.base, base, with_csv=result.csv, with_report=options.report)
+    if judged.base_run is not None:
+        base = stamped(result.result_dir, judged.base_run.result["llmopt"]["name"])
+        write_run(judged.base_run, base, with_csv=result.csv, with_report=options.report)
     folder = result.folder(run.result["llmopt"]["name"])
     write_run(run, folder, with_csv=result.csv, with_report=options.report)
     log_run(tracker, of_result(run.result, folder), say)

@@ -197,10 +197,11 @@ def open_session(
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A finished benchmark; with a base, also the base run and the verdict."""
+    """A finished benchmark; the base if it was measured too; and with a verdict what the run is judged by."""
 
     run: BenchRun
-    base: BenchRun | None = None
+    base_run: BenchRun | None = None
+    base: RunData | None = None
     comparison: Comparison | None = None
 
 
@@ -208,29 +209,27 @@ def run_judged(
     options: BenchOptions, wanted: VerdictWanted | None, progress: Progress | None = None
 ) -> Judged:
     """Benchmark, and gate if asked, with `llmopt.verdict`, none if interrupted. BadInput: unusable."""
-    base_run = None
-    if wanted is not None and wanted.against is not None:
+    if wanted is None:
+        return Judged(run_bench(options, progress))
+    base, base_run = wanted.baseline, None
+    if wanted.against is not None:
         runs = run_interleaved(paired_options(options, wanted.against), progress)
         if len(runs) < 2:
             return Judged(runs[0])
         base_run, run = runs
+        base = RunData.of_run(base_run)
     else:
         run = run_bench(options, progress)
-    base = base_of(run, base_run, wanted) if wanted else None
-    if wanted is None or base is None or run.interrupted:
+    new, is_alone = RunData.of_run(run), base is None
+    if is_alone and wanted.limits:
+        base = new  # limits on values alone
+    if base is None or run.interrupted:
         return Judged(run, base_run)
-    comparison = compare(base, RunData.of_run(run), limits=wanted.limits)
-    if base_run is None and wanted.baseline is None:
+    comparison = compare(base, new, limits=wanted.limits)
+    if is_alone:
         comparison = comparison.without_base()
     run.result["llmopt"]["verdict"] = plain(comparison.as_dict())
-    return Judged(run, base_run, comparison)
-
-
-def base_of(run: BenchRun, base_run: BenchRun | None, wanted: VerdictWanted) -> RunData | None:
-    """The base of a run: itself where limits are on values alone. None: nothing judges it."""
-    if base_run is not None:
-        return RunData.of_run(base_run)
-    return RunData.of_run(run) if wanted.baseline is None and wanted.limits else wanted.baseline
+    return Judged(run, base_run, base, comparison)
 
 
 def paired_options(options: BenchOptions, against: str) -> list[BenchOptions]:
@@ -285,11 +284,9 @@ def write_verdict(judged: Judged, wanted: VerdictWanted, folder: Path) -> None:
     """`comparison.html` and `comparison.md` in the run's folder, and the requested output files."""
     from ..report.comparison import comparison_page
 
-    new = RunData.of_run(judged.run)
-    base = base_of(judged.run, judged.base, wanted)
-    comparison = judged.comparison
-    if comparison is not None and base is not None:
-        page = comparison_page(base, new, comparison)
+    new, comparison = RunData.of_run(judged.run), judged.comparison
+    if comparison is not None and judged.base is not None:
+        page = comparison_page(judged.base, new, comparison)
         page.write(folder / "comparison.html", folder / "comparison.md")
     write_outputs(new, comparison, wanted.junit, wanted.benchmark_json)
 
