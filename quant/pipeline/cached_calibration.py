@@ -15,7 +15,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from ..plan.journal import sha256_of
 from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
 from ..stream.calls import KvRanges, Shares, States, write_states
-from ..stream.final_submodules import passing
+from ..stream.final_submodules import Finals
 from ..stream.layer_stream import LayerStream, input_groups
 from .online_calibration import NoCalibration, head_statistics, run_parts
 from .quantized_layer import HEAD_FAMILY, LayerStatistics, QuantizedLayer
@@ -147,9 +146,8 @@ class StatisticsFolder:
             stream.measure(
                 index,
                 part,
-                kept=partial(
-                    passing, finals if name == first else None, final=linears, measured=linears
-                ),
+                finals=Finals(finals if name == first else None),
+                final=linears,
                 share=share,
             )
             if (len(part) if share is None else share.samples)

@@ -103,8 +103,14 @@ class OnlineCalibration(NoCalibration):
             held_out=stream.measure(index, self._held_out, share=self._held_out_share)
             if self._has_held_out
             else {},
-            remeasure=lambda replaced, only: stream.remeasure(
-                index, states, replaced, only, floats, self._kept(index), self._share
+            remeasure=lambda replaced, only: stream.measure(
+                index,
+                states,
+                only,
+                replaced=replaced,
+                floats=floats,
+                finals=self._kept(index),
+                share=self._share,
             ),
             block=self._block(index),
             layer_error=self._layer_error(index) if samples and stream.called(index) else None,

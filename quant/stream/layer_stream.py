@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from .calls import (
     read_states,
     with_tensors,
 )
-from .chain import Chain, Walk, chain_of
+from .chain import Chain, Rows, Walk, chain_of
 from .final_submodules import Finals, FinalSubmodules, passing
 from .replay import Replay, SampleReplay, VisionReplay
 
@@ -215,9 +216,7 @@ class LayerStream:
         if states.images and len(samples) > 1:
             parts = [self.outputs(index, states, sample) for sample in samples.split(1)]
             return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        layer = self._layers[index]
-        with self._around():
-            call = self._moved(self._walk.call(index, states, samples))
+        layer, call = self._layers[index], self._call(index, states, samples)
         with self._precision():
             outcome = outcome_of(call, lambda: layer(*call.arguments, **call.named))
         return self._walk.read(index, outcome, len(samples))
@@ -243,6 +242,10 @@ class LayerStream:
             for rows in self.batches(states):
                 yield rows, self._moved(self._walk.call(index, states, rows))
 
+    def _call(self, index: int, states: States, rows: Rows) -> Call:
+        with self._around():
+            return self._moved(self._walk.call(index, states, rows))
+
     def _moved(self, call: Call) -> Call:
         """A copy of a call with its tensors on the device."""
         if self.device == HOST:
@@ -254,117 +257,78 @@ class LayerStream:
         index: int,
         states: States,
         only: Collection[str] | None = None,
-        kept: Callable[[slice], AbstractContextManager[Any]] = nullcontext,
+        *,
+        replaced: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        floats: States | None = None,
+        finals: Finals = Finals(),
+        final: Collection[str] | None = None,
         share: Share | None = None,
     ) -> dict[str, InputStatistics]:
         """Run a loaded layer and collect input statistics of `only` its linears and routers, or of all. Those
-        with one input share a record; an expert's covers its tokens. `kept` gives a context for each batch's
-        rows. `share` is this worker's part of the samples."""
-        statistics: dict[str, InputStatistics] = {}
-        handles = []
-        unseen: set[InputStatistics] = set()
+        with one input share a record; an expert's covers its tokens.
 
-        def add(_: nn.Module, inputs: Any, named: dict[str, Any], record: InputStatistics) -> None:
-            record.add((inputs[0] if inputs else next(iter(named.values()))).to(self.compute))
-            unseen.discard(record)
-            if not unseen:
-                raise _EarlyExit
+        Args:
+            replaced: weights `[out, in]` in place of the layer's own.
+            floats: states of the float model, for a cross term; an expert's has common tokens.
+            finals: submodules that passes over the same states share.
+            final: linears that will not change; None: those that are replaced.
+            share: this worker's part of the samples.
+        """
+        family = self.family(index)
+        groups = {members[0]: members for members in input_groups(family, only)}
+        records = {
+            name: InputStatistics(self._module(index, name).weight.shape[1], self.device)
+            for name in groups
+        }
+        if finals.behind is not None:
+            finals.behind.replaced(replaced)
+        final = replaced if final is None else final
+        batches = self.batches(states) if self._walk.called(index) else ()
+        tokens = ((rows, states.token_ids[rows].numel()) for rows in batches)
+        with temporaries_kept():
+            for rows, num_tokens in in_lanes(tokens, records.values(), share):
+                wanted: dict[str, InputRows] = {}
+                if floats is not None:
+                    with passing(finals.floats, rows, family.linears, groups):
+                        self._observe(index, floats, rows, groups, wanted.__setitem__)
+                add = partial(_add, records, wanted, num_tokens)
+                with self.substituted(index, replaced), passing(finals.behind, rows, final, groups):
+                    self._observe(index, states, rows, groups, add)
+        return {name: records[key] for key, members in groups.items() for name in members}
 
-        for members in input_groups(self.family(index), only):
-            module = self._module(index, members[0])
-            record = InputStatistics(module.weight.shape[1], self.device)
-            statistics |= dict.fromkeys(members, record)
-            hook = partial(add, record=record)
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        records = dict.fromkeys(statistics.values())
-        layer = self._layers[index]
-        calls = self._calls(index, states) if self._walk.called(index) else ()
-        with hooks(handles), temporaries_kept(), torch.no_grad():
-            for rows, call in in_lanes(calls, records, share):
-                unseen.update(records)
-                with suppress(_EarlyExit), kept(rows), self._precision():
-                    layer(*call.arguments, **call.named)
-        return statistics
-
-    def _measure_pairs(
+    def _observe(
         self,
         index: int,
         states: States,
-        floats: States,
-        replaced: Mapping[str, torch.Tensor],
-        only: Collection[str] | None,
-        finals: Finals,
-        share: Share | None,
-    ) -> dict[str, InputStatistics]:
-        """`remeasure` with the float model, one batch in memory; an expert's cross term has common tokens."""
-        family = self.family(index)
-        first = {members[0]: members for members in input_groups(family, only)}
-        records = {
-            name: InputStatistics(self._module(index, name).weight.shape[1], self.device)
-            for name in first
-        }
-        batches = self.batches(states) if self._walk.called(index) else ()
-        tokens = ((rows, states.token_ids[rows].numel()) for rows in batches)
-        for rows, num_tokens in in_lanes(tokens, records.values(), share):
-            with passing(finals.floats, rows, family.linears, first):
-                wanted = self._inputs(index, floats, rows, records)
-            with self.substituted(index, replaced), passing(finals.behind, rows, replaced, first):
-                seen = self._inputs(index, states, rows, records)
-            for name, inputs in seen.items():
-                records[name].add(inputs.rows)
-                pair = paired(inputs, wanted[name], num_tokens) if name in wanted else None
-                if pair is not None:
-                    records[name].add_cross(*pair)
-        return {name: records[key] for key, members in first.items() for name in members}
+        rows: slice,
+        names: Collection[str],
+        see: Callable[[str, InputRows], None],
+    ) -> None:
+        """Run a batch through a loaded layer until all the named linears were called; `see` takes the inputs
+        of each call, in the GEMM's dtype."""
+        unseen = set(names)
 
-    def _inputs(
-        self, index: int, states: States, rows: slice, only: Collection[str]
-    ) -> dict[str, InputRows]:
-        """Inputs that a batch gives the named linears of a loaded layer, in their GEMM's dtype."""
-        seen: dict[str, InputRows] = {}
-
-        def keep(_: nn.Module, inputs: Any, named: dict[str, Any], name: str, holder: Any) -> None:
-            rows = (inputs[0] if inputs else next(iter(named.values()))).to(self.compute)
-            seen[name] = InputRows(rows, routed_tokens(holder))
-            if len(seen) == len(only):
+        def hook(_: nn.Module, inputs: Any, named: dict[str, Any], name: str, holder: Any) -> None:
+            given = (inputs[0] if inputs else next(iter(named.values()))).to(self.compute)
+            see(name, InputRows(given, routed_tokens(holder)))
+            unseen.discard(name)
+            if not unseen:
                 raise _EarlyExit
 
         layer, handles = self._layers[index], []
-        for name in only:
+        for name in names:
             holder = layer.get_submodule(self._path(index, name).rpartition(".")[0])
-            hook = partial(keep, name=name, holder=holder)  # the holder may be an expert
+            seeing = partial(hook, name=name, holder=holder)  # the holder may be an expert
             module = self._module(index, name)
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        with self._around():
-            call = self._moved(self._walk.call(index, states, rows))
+            handles.append(module.register_forward_pre_hook(seeing, with_kwargs=True))
+        call = self._call(index, states, rows)
         with hooks(handles), suppress(_EarlyExit), torch.no_grad(), self._precision():
             layer(*call.arguments, **call.named)
-        return seen
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self.compute == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.compute, cache_enabled=False)
-
-    def remeasure(
-        self,
-        index: int,
-        states: States,
-        replaced: Mapping[str, torch.Tensor],
-        only: Collection[str] | None = None,
-        floats: States | None = None,
-        finals: Finals = Finals(),
-        share: Share | None = None,
-    ) -> dict[str, InputStatistics]:
-        """`measure` with some weights `[out, in]` replaced, and a cross term from the states `floats` of the
-        float model; passes over the same states share `finals`, where `replaced` is final."""
-        if finals.behind is not None:
-            finals.behind.replaced(replaced)
-        if floats is not None:
-            return self._measure_pairs(index, states, floats, replaced, only, finals, share)
-        kept = partial(passing, finals.behind, final=replaced, measured=only or ())
-        with self.substituted(index, replaced):
-            return self.measure(index, states, only, kept, share)
 
     def weights(self, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
         return {name: self._module(index, name).weight.data for name in names}
@@ -393,6 +357,19 @@ class LayerStream:
 
     def _path(self, index: int, name: str) -> str:
         return self._meta_model.names_in_layer(index)[f"{name}.weight"].removesuffix(".weight")
+
+
+def _add(
+    records: Mapping[str, InputStatistics],
+    wanted: Mapping[str, InputRows],
+    num_tokens: int,
+    name: str,
+    inputs: InputRows,
+) -> None:
+    """Add the inputs of a linear to its record, and their differences from those `wanted`, if any are."""
+    records[name].add(inputs.rows)
+    if name in wanted and (pair := paired(inputs, wanted[name], num_tokens)) is not None:
+        records[name].add_cross(*pair)
 
 
 def input_groups(family: LayerMap, only: Collection[str] | None = None) -> list[list[str]]:

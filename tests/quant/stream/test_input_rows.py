@@ -80,7 +80,7 @@ def test_experts_are_compared_token_by_token(
     names = [f"{BLOCK}.experts.{n}.{leaf}" for n in range(NUM_EXPERTS) for leaf in ("w1", "w2")]
     ours, theirs = (routed(streams[0], each) for each in (states, floats))
     for stream in streams:
-        measured = stream.remeasure(0, states, {}, names, floats)
+        measured = stream.measure(0, states, names, floats=floats)
         for number in range(NUM_EXPERTS):
             for leaf in ("w1", "w2"):
                 mine, wanted = ours[number][leaf], theirs[number][leaf]

@@ -205,7 +205,7 @@ def test_replaced_weights_change_what_comes_after_and_are_put_back(
     output = outputs(stream, 1, states)
     name = "mlp.shared_experts.up_proj"
     replaced = {name: 2 * tensors[f"{name}.weight"]}
-    after = stream.remeasure(1, states, replaced)
+    after = stream.measure(1, states, replaced=replaced)
     down = "mlp.shared_experts.down_proj"
     assert torch.allclose(after[down].gram, 4 * before[down].gram)
     assert torch.equal(after[name].gram, before[name].gram)
