@@ -29,7 +29,7 @@ from ..base.device import HOST, give_back
 from ..families.layer_map import LayerMap
 from ..methods.base import InputStatistics
 from ..model.checkpoint import read_json
-from ..plan.journal import sha256_of
+from ..plan.journal import digest_of, sha256_of
 from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
 from ..stream.calls import KvRanges, Shares, States, write_states
@@ -215,7 +215,7 @@ class StoredNumbers:
 
     def __init__(self, path: Path, facts: Any):
         self._path = path
-        self._facts = sha256_of(json.dumps(facts, sort_keys=True).encode())
+        self._facts = digest_of(facts)
         self._numbers: dict[str, float] = read_json(path) if path.is_file() else {}
 
     def __contains__(self, key: Any) -> bool:

@@ -22,7 +22,7 @@ from ...base.progress import Progress, ProgressUpdate, Silent, as_progress
 from ..base import workers
 from ..base.device import PeakMemory, give_back
 from ..model.checkpoint import expert_of, read_json
-from ..plan.journal import Journal, remove_work
+from ..plan.journal import Journal, digest_of, remove_work
 from ..plan.manifest import MANIFEST_NAME
 from ..plan.plan import QuantizePlan
 from ..plan.request import QuantizeRequest, check_free, searches, work_folder
@@ -191,7 +191,8 @@ def _journal(session: Session) -> Journal:
     if workers.is_first():
         if session.request.restart:
             remove_work(folder)
-        journal = Journal(folder, session.signature, torch.get_num_threads(), session.parts)
+        parts = {name: digest_of({name: fact})[:8] for name, fact in session.facts.items()}
+        journal = Journal(folder, session.signature, torch.get_num_threads(), parts)
     followed = workers.given(journal and journal.followed(), 0)
     assert followed is not None
     return journal or followed

@@ -4,7 +4,6 @@ a signature of all inputs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -23,7 +22,7 @@ from ..base.lanes import LANES
 from ..base.scheme import INT8_CACHE
 from ..kinds.registry import scheme_record
 from ..methods.registry import AUTO, AUTO_METHOD, METHODS
-from ..plan.journal import sha256_of, sha256_of_file, weight_digests
+from ..plan.journal import digest_of, sha256_of_file, weight_digests
 from ..plan.plan import QuantizePlan, make_plan
 from ..plan.request import QuantizeRequest, require_target, searches
 from ..source.load_processor import has_processor, load_processor, load_tokenizer
@@ -56,10 +55,10 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     written, except by method `auto`, which measures the model's sensitivity."""
     if searches(request):
         require_target(request)
-    session, facts = _begin(request)
+    session = _begin(request)
     plan, statistics, imatrix = session.plan, session.statistics, request.imatrix
     if searches(request):
-        plan = workers.one_by_one(lambda: _searched(session, facts, progress or Silent()))
+        plan = workers.one_by_one(lambda: _searched(session, progress or Silent()))
     if request.method == AUTO:
         # AWQ's scales are folded, and the codes aim at the float model's outputs after the quantized layers,
         # which are run: both lower every linear's error. The search, which compares kinds, does without, and
@@ -70,7 +69,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         method = METHODS["awq"].with_solver(AUTO_METHOD)
         plan = replace(plan, method=method, options=options)
         statistics = None if options.true_sequential else statistics
-    facts = facts | {
+    facts = session.facts | {
         "errors": request.errors,
         **{name: True for name in ("mock", "model_free") if getattr(request, name)},
         "model_name": request.model_name,
@@ -91,9 +90,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "ignored": plan.ignored,
     }
     notes = (*plan.notes, *session.notes)
-    parts = {name: _digest({name: fact})[:8] for name, fact in facts.items()}
-    session = replace(session, plan=plan, signature=_digest(facts), parts=parts)
-    return replace(session, statistics=statistics, notes=notes)
+    return replace(session, plan=plan, notes=notes, facts=facts, statistics=statistics)
 
 
 def outline(request: QuantizeRequest) -> Session:
@@ -118,7 +115,7 @@ def outline(request: QuantizeRequest) -> Session:
 def _session(
     request: QuantizeRequest, plan: QuantizePlan, calibration: Calibration, notes: list[str]
 ) -> Session:
-    """The session of a plan, still without hashes, signature and statistics; appends to its notes."""
+    """The session of a plan, still without facts and statistics; appends to its notes."""
     if request.kv_cache == INT8_CACHE:
         notes.append(
             "note: an int8 KV cache has its scales from the server, per token and head, and none are stored: "
@@ -127,7 +124,7 @@ def _session(
     stream = LayerStream(plan.checkpoint, plan.architecture, plan.compute, plan.device)
     tower = plan.vision
     vision = tower and LayerStream(plan.checkpoint, tower, plan.compute, plan.device)
-    return Session(request, plan, calibration, stream, {}, "", None, tuple(notes), vision)
+    return Session(request, plan, calibration, tuple(notes), stream, vision)
 
 
 def _planned(request: QuantizeRequest) -> QuantizePlan:
@@ -148,9 +145,9 @@ def _planned(request: QuantizeRequest) -> QuantizePlan:
     return plan
 
 
-def _begin(request: QuantizeRequest) -> tuple[Session, dict[str, Any]]:
-    """A checked request with its calibration data, still without signature, and facts of model and data by
-    which statistics are told apart."""
+def _begin(request: QuantizeRequest) -> Session:
+    """A checked request with its calibration data, still with the facts of model and data alone, by which
+    statistics are told apart."""
     plan = _planned(request)
     notes: list[str] = []
     calibration = calibration_of(request, plan, notes) if request.measures else no_calibration()
@@ -181,12 +178,12 @@ def _begin(request: QuantizeRequest) -> tuple[Session, dict[str, Any]]:
         # A search measures fewer samples, which serve any method.
         if request.method == AUTO:
             facts = searched
-        elif searched != facts and stats is not None and is_measured(stats, _digest(searched)):
+        elif searched != facts and stats is not None and is_measured(stats, digest_of(searched)):
             facts = searched
             note = f"note: --stats are those of a search, of {few} of the {len(ids)} samples"
             session = replace(session, notes=(*session.notes, note))
-    statistics = None if stats is None else StatisticsFolder(stats, _digest(facts))
-    return replace(session, source_hashes=source_hashes, statistics=statistics), facts
+    statistics = None if stats is None else StatisticsFolder(stats, digest_of(facts))
+    return replace(session, facts=facts, statistics=statistics)
 
 
 def _check_calibration(request: QuantizeRequest, plan: QuantizePlan) -> None:
@@ -210,7 +207,7 @@ def _check_calibration(request: QuantizeRequest, plan: QuantizePlan) -> None:
         raise BadInput("--quantize-vision is for one process: leave --nproc out")
 
 
-def _searched(begun: Session, facts: dict[str, Any], progress: Progress) -> QuantizePlan:
+def _searched(begun: Session, progress: Progress) -> QuantizePlan:
     """The plan with the schemes that `auto` chooses, by `--stats` where they are given, or else by statistics
     after layers that are rounded already, which are kept next to the output until the run is done."""
     from .candidates import search_of
@@ -223,7 +220,7 @@ def _searched(begun: Session, facts: dict[str, Any], progress: Progress) -> Quan
         path = statistics_path(request)
         assert path is not None
         uniform = {name: scheme_record(s) for name, s in search.schemes[search.uniform].items()}
-        folder = StatisticsFolder(path, _digest(facts | {"behind": uniform}))
+        folder = StatisticsFolder(path, digest_of(begun.facts | {"behind": uniform}))
         replaced = search.round_uniform
     _measure(begun, folder, progress, replaced=replaced)
     return mixed_plan(_lane(begun, search, folder, progress), progress)
@@ -237,7 +234,7 @@ def search_fronts(
     from .candidates import search_of
 
     progress = progress or Silent()
-    all_begun = [_begin(request)[0] for request in requests]
+    all_begun = [_begin(request) for request in requests]
     kv = any(begun.plan.kv_cache is not None for begun in all_begun)
     head = any(begun.plan.lm_head for begun in all_begun)
     lanes = []
@@ -340,10 +337,6 @@ def statistics_path(request: QuantizeRequest) -> Path | None:
     if request.stats is None and searches(request):
         return request.output.with_name(request.output.name + ".statistics")
     return request.stats
-
-
-def _digest(facts: dict[str, Any]) -> str:
-    return sha256_of(json.dumps(facts, sort_keys=True).encode())
 
 
 def _sample_counts(request: QuantizeRequest, plan: QuantizePlan) -> tuple[int, int]:

@@ -131,7 +131,7 @@ def _run_facts(session: Session, number: int) -> dict[str, Any]:
         "transformers": version("transformers"),
         "model": request.model_name or request.model.resolve().name,
         "signature": session.signature,
-        "source_sha256": session.source_hashes,
+        "source_sha256": session.facts["source"],
         **({"dequantized_from": f"GGUF {source_type}"} if source_type else {}),
         "method": plan.method.name,
         "solver": plan.method.solver_name(plan.options.solver),

@@ -7,13 +7,14 @@ read from what was written.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ...base.errors import BadInput
 from ...base.progress import Progress
-from ..plan.journal import Journal
+from ..plan.journal import Journal, digest_of
 from ..plan.plan import QuantizePlan
 from ..plan.request import QuantizeRequest
 from ..stream.calibration import Calibration, with_images
@@ -25,20 +26,27 @@ from .quantized_layer import WrittenWeights
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A prepared request. `signature` is a digest of everything that the result's bytes depend on, `parts`
-    are digests of each fact. `statistics` is a folder of cached statistics of the float model, and `vision`
-    the layers of a tower that is quantized too."""
+    """A prepared request.
+
+    Attributes:
+        notes: choices that were made for the user.
+        vision: layers of a tower that is quantized too.
+        facts: everything that the result's bytes depend on, for JSON; empty for a run that is only predicted.
+        statistics: folder of cached statistics of the float model.
+    """
 
     request: QuantizeRequest
     plan: QuantizePlan
     calibration: Calibration
-    stream: LayerStream
-    source_hashes: dict[str, str]
-    signature: str
-    statistics: StatisticsFolder | None
     notes: tuple[str, ...]
-    vision: LayerStream | None = None
-    parts: Mapping[str, str] = field(default_factory=dict)
+    stream: LayerStream
+    vision: LayerStream | None
+    facts: dict[str, Any] = field(default_factory=dict)
+    statistics: StatisticsFolder | None = None
+
+    @property
+    def signature(self) -> str:
+        return digest_of(self.facts)
 
 
 class LayerProgress:

@@ -29,6 +29,10 @@ def sha256_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def digest_of(facts: Any) -> str:
+    return sha256_of(json.dumps(facts, sort_keys=True).encode())
+
+
 def sha256_of_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
