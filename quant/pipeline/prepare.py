@@ -222,8 +222,7 @@ def _searched(begun: Session, progress: Progress) -> QuantizePlan:
         uniform = {name: scheme_record(s) for name, s in search.schemes[search.uniform].items()}
         folder = StatisticsFolder(path, digest_of(begun.facts | {"behind": uniform}))
         replaced = search.round_uniform
-    _measure(begun, folder, progress, replaced=replaced)
-    return mixed_plan(_lane(begun, search, folder, progress), progress)
+    return mixed_plan(_lane(begun, search, folder, progress, replaced=replaced), progress)
 
 
 def search_fronts(
@@ -244,8 +243,7 @@ def search_fronts(
                 "a search over several bounds needs --stats, a folder for what it measures"
             )
         search = search_of(begun.plan, None, None, begun.request.candidates)
-        _measure(begun, begun.statistics, progress, kv=kv, head=head)
-        lanes.append(_lane(begun, search, begun.statistics, progress))
+        lanes.append(_lane(begun, search, begun.statistics, progress, kv=kv, head=head))
     return lanes
 
 
@@ -283,15 +281,19 @@ def rounding_losses(
             yield number, loss.view(samples.shape)
 
 
-def _measure(
+def _lane(
     begun: Session,
+    search: Search,
     folder: StatisticsFolder,
     progress: Progress,
     *,
     kv: bool = False,
     head: bool = False,
     replaced: Replaced | None = None,
-) -> None:
+) -> Lane:
+    """The candidates with their costs, scaled by layer; what the folder lacks is measured."""
+    from .candidates import measure_choices
+    from .mixed_precision import Lane
     from .sensitivity import Sensitivities
 
     plan, calibration = begun.plan, begun.calibration
@@ -303,6 +305,9 @@ def _measure(
     sensitivities = Sensitivities(folder.folder)
     if not sensitivities.complete:
         sensitivities.measure(begun.stream, *_checked(calibration), progress)
+    choices = measure_choices(search, sensitivities, folder, progress)
+    samples = _checked(begun.calibration)
+    return Lane(search, choices, folder, begun.stream, samples).scaled(progress)
 
 
 def _searched_samples(plan: QuantizePlan, calibration: Calibration) -> Calibration:
@@ -315,17 +320,6 @@ def _searched_samples(plan: QuantizePlan, calibration: Calibration) -> Calibrati
         return calibration
     few = calibration.token_ids[:count], calibration.images[:count]
     return replace(calibration, token_ids=few[0], images=few[1])
-
-
-def _lane(begun: Session, search: Search, folder: StatisticsFolder, progress: Progress) -> Lane:
-    """The candidates with their costs, scaled by layer."""
-    from .candidates import measure_choices
-    from .mixed_precision import Lane
-    from .sensitivity import Sensitivities
-
-    choices = measure_choices(search, Sensitivities(folder.folder), folder, progress)
-    samples = _checked(begun.calibration)
-    return Lane(search, choices, folder, begun.stream, samples).scaled(progress)
 
 
 def _checked(calibration: Calibration) -> tuple[torch.Tensor, Images]:
