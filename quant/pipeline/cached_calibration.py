@@ -6,15 +6,15 @@
     sensitivity-00003.safetensors, costs-layer-00003.json, divergences.json   of method auto
 
 Every layer is measured on the outputs of float layers, so the statistics are independent of method, bits and
-group size. Unlike `OnlineCalibration`, no layer compensates for the quantization errors before it.
+group size: an `OnlineCalibration` of layers that stay as they are, kept. No layer compensates for the errors
+of quantized layers before it.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,17 @@ from ...base.progress import Progress
 from ..base import workers
 from ..base.device import HOST, give_back
 from ..families.layer_map import LayerMap
-from ..methods.base import InputStatistics
+from ..methods.base import InputStatistics, LayerResult
 from ..model.checkpoint import read_json
 from ..plan.journal import digest_of, sha256_of
-from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
-from ..stream.calls import KvRanges, Shares, States, write_states
-from ..stream.final_submodules import Finals
+from ..stream.calls import KvRanges
 from ..stream.layer_stream import LayerStream, input_groups
-from .online_calibration import NoCalibration, head_statistics, run_parts
-from .quantized_layer import HEAD_FAMILY, LayerStatistics, QuantizedLayer
+from .online_calibration import NoCalibration, OnlineCalibration
+from .quantized_layer import HEAD_FAMILY, LayerStatistics
 
 _FACTS, _BEGUN = "statistics.json", "begun.json"
-_HIDDEN = re.compile(r"hidden-(\d{5}).*\.safetensors")
-_SPLITS: tuple[str, ...] = ("calibration", "held_out")
+_SPLITS = ("calibration", "held_out")
 _PARTS = ("gram", "abs_sum", "abs_max")
 
 
@@ -89,89 +86,56 @@ class StatisticsFolder:
         """Measure all layers that are not in the cache yet, with the output projection and ranges of keys and
         values where asked for, after the weights that `replaced` gives, or the float ones."""
         make_folder(self.folder, "--stats")
-        header = json.dumps({"signature": self._signature}).encode()
+        header: dict[str, Any] = {"signature": self._signature}
+        begun = self.folder / _BEGUN
+        first = read_json(begun).get("layers", 0) if begun.is_file() else 0
         if workers.is_first():
-            write_atomically(self.folder / _BEGUN, header)
-        stream.prepare(*calibration.samples)
-        samples = calibration.samples, calibration.held_out_samples
-        splits = dict(zip(_SPLITS, samples, strict=True))
-        shares = stream.shares(splits)
-        files = sum(share.count for share in shares.values() if share) or 1
-        counts = Counter(int(m[1]) for p in self.folder.iterdir() if (m := _HIDDEN.match(p.name)))
-        first = max((index for index, number in counts.items() if number == files), default=0)
-        states = stream.begin(splits, shares, self._hidden(first) if first else None)
+            write_atomically(begun, json.dumps(header | {"layers": first}).encode())
+        source = OnlineCalibration(
+            stream,
+            calibration,
+            self._hidden(first) if first else None,
+            sequential=False,
+            kv=kv,
+            unchanged=replaced is None,
+        )
         progress.start("measuring", stream.num_layers, "layers")
         progress.advance(first)
         for index in range(first, stream.num_layers):
-            states = self._measure_layer(stream, index, states, shares, kv, replaced)
-            write_states(self._hidden(index + 1), states, shares)
+            family = stream.family(index)
+            measured = source.measure(index, stream.tensors(index))
+            if replaced is not None:
+                weights = stream.weights(index, family.linears)
+                stream.substitute(index, replaced(stream.prefix(index), weights))
+            ranges = source.finish(index, LayerResult({}, {}, []))
+            self._write(f"layer-{index:05d}", family, replace(measured, kv_ranges=ranges))
+            source.save(self._hidden(index + 1))
+            del measured  # which refers to the states before the layer
             workers.meet()
-            self._forget_hidden(f"hidden-{index:05d}*")
+            if workers.is_first():
+                write_atomically(begun, json.dumps(header | {"layers": index + 1}).encode())
+            self._forget(f"hidden-{index:05d}*")
             stream.checkpoint.release()
             give_back()
             progress.advance()
         if head:
-            records = [
-                {HEAD: head_statistics(stream, part, shares[name])} for name, part in states.items()
-            ]
-            self._write("head", HEAD_FAMILY, records, None)
+            self._write("head", HEAD_FAMILY, source.measure_head())
         progress.finish()
         if workers.is_first():
-            write_atomically(self.folder / _FACTS, header)
+            write_atomically(self.folder / _FACTS, json.dumps(header).encode())
         workers.meet()
-        self._forget_hidden("hidden-*")
-        self._forget_hidden(_BEGUN)
+        self._forget("hidden-*")
+        self._forget(_BEGUN)
 
-    def _forget_hidden(self, pattern: str) -> None:
+    def _forget(self, pattern: str) -> None:
         for path in self.folder.glob(pattern) if workers.is_first() else ():
             path.unlink(missing_ok=True)
 
-    def _measure_layer(
-        self,
-        stream: LayerStream,
-        index: int,
-        states: Mapping[str, States],
-        shares: Shares,
-        kv: bool,
-        replaced: Replaced | None,
-    ) -> dict[str, States]:
-        """Write what enters the linears of a layer; returns the states after it."""
-        stream.load(index, stream.tensors(index))
-        linears, (first, *_) = stream.family(index).linears, states
-        # The pass that measures keeps the inputs of last linears, which the next one begins with.
-        finals = None
-        if replaced is None and not kv:
-            finals = stream.final_submodules(index, states[first])
-        records = [
-            stream.measure(
-                index,
-                part,
-                finals=Finals(finals if name == first else None),
-                final=linears,
-                share=share,
-            )
-            if (len(part) if share is None else share.samples)
-            else {}
-            for (name, part), share in zip(states.items(), shares.values(), strict=True)
-        ]
-        if replaced is not None:
-            weights = stream.weights(index, stream.family(index).linears)
-            stream.substitute(index, replaced(stream.prefix(index), weights))
-        following, ranges = run_parts(stream, index, states, kv=kv, finals=finals)
-        self._write(f"layer-{index:05d}", stream.family(index), records, ranges)
-        stream.unload(index)
-        return following
-
-    def _write(
-        self,
-        name: str,
-        family: LayerMap,
-        records: Sequence[Mapping[str, InputStatistics]],
-        ranges: KvRanges | None,
-    ) -> None:
+    def _write(self, name: str, family: LayerMap, measured: LayerStatistics) -> None:
         if not workers.is_first():
             return
         tensors: dict[str, torch.Tensor] = {}
+        records = measured.statistics, measured.held_out
         for split, statistics in zip(_SPLITS, records, strict=True):
             for group in input_groups(family):
                 if group[0] not in statistics:
@@ -180,7 +144,7 @@ class StatisticsFolder:
                 start = f"{split}.{group[0]}"
                 tensors |= {f"{start}.{part}": getattr(record, part).cpu() for part in _PARTS}
                 tensors[f"{start}.num_tokens"] = torch.tensor([record.num_tokens])
-        if ranges is not None:
+        if (ranges := measured.kv_ranges) is not None:
             tensors["kv_ranges"] = torch.stack([ranges.key, ranges.value])
         write_tensors(self.folder / f"{name}.safetensors", tensors)
 
@@ -239,16 +203,10 @@ class CachedCalibration(NoCalibration):
 
     def __init__(self, folder: StatisticsFolder, stream: LayerStream):
         self._folder, self._stream = folder, stream
-        self._ranges: KvRanges | None = None
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
         family, device = self._stream.family(index), self._stream.device
-        measured = self._folder.read(f"layer-{index:05d}", family, device)
-        self._ranges = measured.kv_ranges
-        return measured
-
-    def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
-        return self._ranges
+        return self._folder.read(f"layer-{index:05d}", family, device)
 
     def measure_head(self) -> LayerStatistics:
         return self._folder.read("head", HEAD_FAMILY, self._stream.device)

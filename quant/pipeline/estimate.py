@@ -430,7 +430,7 @@ def time_layer(session: Session, progress: Progress) -> LayerTime | None:
             revert_worse=session.request.revert_worse,
             allow_fallback=session.request.allow_fallback,
         )
-        passes(source.finish)(0, work)
+        passes(source.finish)(0, work.result)
         for weight_format in plan.formats:
             work.packed(plan, weight_format)
     plan.checkpoint.release()

@@ -17,14 +17,14 @@ from torch import nn
 from ...base.errors import BadInput
 from ..base import workers
 from ..base.lanes import Share
-from ..methods.base import InputStatistics, in_lanes
+from ..methods.base import InputStatistics, LayerResult, in_lanes
 from ..methods.sign_descent import TunableBlock
 from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
 from ..stream.calls import KvRanges, States, write_states
-from ..stream.final_submodules import Finals, FinalSubmodules
+from ..stream.final_submodules import Finals
 from ..stream.layer_stream import LayerStream
-from .quantized_layer import LayerStatistics, QuantizedLayer
+from .quantized_layer import LayerStatistics
 
 _CALIBRATION, _HELD_OUT, _FLOAT = "calibration", "held_out", "float"  # in the file of the states
 TUNED_PER_BATCH = 2048  # tokens of a pass with gradients: less time than with 1,024, more memory
@@ -41,8 +41,8 @@ class NoCalibration:
     def weights(self, index: int, linears: Collection[str]) -> dict[str, torch.Tensor] | None:
         return None
 
-    def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
-        """Advance past the quantized layer; returns its key and value ranges, if known."""
+    def finish(self, index: int, result: LayerResult) -> KvRanges | None:
+        """Advance past the quantized layer; returns its key and value ranges, if they are measured now."""
         return None
 
     def measure_head(self) -> LayerStatistics:
@@ -72,45 +72,51 @@ class OnlineCalibration(NoCalibration):
         kv: bool,
         asymmetric: bool = False,
         tuning: Tuning | None = None,
+        unchanged: bool = False,
     ):
         """Start at the embedding, or after the layers finished when `saved` was written. A `sequential`
         method asks for each linear's statistics itself; an `asymmetric` one (GPTAQ) and one with `tuning`
-        take the states of the float model along."""
-        self._tuning, self._asymmetric = tuning, asymmetric
-        carries_floats = asymmetric or tuning is not None
-        self._sequential, self._kv = sequential, kv
-        self._stream = stream
+        take the states of the float model along. Layers that stay `unchanged` run on from what was measured.
+        """
+        self._stream, self._tuning, self._asymmetric = stream, tuning, asymmetric
+        self._sequential, self._kv, self._unchanged = sequential, kv, unchanged
         samples, held_out = calibration.samples, calibration.held_out_samples
         stream.prepare(*samples)
         splits = {_CALIBRATION: samples, _HELD_OUT: held_out}
-        splits |= {_FLOAT: samples} if carries_floats else {}
+        splits |= {_FLOAT: samples} if asymmetric or tuning is not None else {}
         self._shares = stream.shares(splits)
-        states = stream.begin(splits, self._shares, saved)
-        self._states, self._held_out = states[_CALIBRATION], states[_HELD_OUT]
-        self._floats = states.get(_FLOAT)
-        self._share, self._held_out_share = self._shares[_CALIBRATION], self._shares[_HELD_OUT]
+        self._states = stream.begin(splits, self._shares, saved)
         self._has_held_out = bool(len(held_out[0]))
         self._finals = Finals()
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
-        stream, states = self._stream, self._states
+        stream, states, share = self._stream, self._states[_CALIBRATION], self._shares[_CALIBRATION]
         # Those of a tuning alone are its targets, and after the layer by the time that it is measured.
-        floats = self._floats if self._asymmetric else None
-        samples = len(states) if self._share is None else self._share.samples  # of all workers
+        floats = self._states[_FLOAT] if self._asymmetric else None
+        samples = len(states) if share is None else share.samples  # of all workers
         stream.load(index, tensors)
+        if self._unchanged and not self._kv:
+            # The pass that measures keeps the inputs of last linears, which the next one begins with.
+            self._finals = Finals(stream.final_submodules(index, states))
+        statistics, held_out = {}, {}
+        if not self._sequential:
+            linears = stream.family(index).linears
+            statistics = stream.measure(
+                index, states, finals=self._finals, final=linears, share=share
+            )
+        if self._has_held_out:
+            held_out = stream.measure(index, self._states[_HELD_OUT], share=self._shares[_HELD_OUT])
         return LayerStatistics(
-            statistics={} if self._sequential else stream.measure(index, states, share=self._share),
-            held_out=stream.measure(index, self._held_out, share=self._held_out_share)
-            if self._has_held_out
-            else {},
+            statistics=statistics,
+            held_out=held_out,
             remeasure=lambda replaced, only: stream.measure(
                 index,
                 states,
                 only,
                 replaced=replaced,
                 floats=floats,
-                finals=self._kept(index),
-                share=self._share,
+                finals=self._kept(index, states, floats),
+                share=share,
             ),
             block=self._block(index),
             layer_error=self._layer_error(index) if samples and stream.called(index) else None,
@@ -118,8 +124,8 @@ class OnlineCalibration(NoCalibration):
 
     def _layer_error(self, index: int) -> Callable[[Mapping[str, torch.Tensor]], float]:
         """Squared error of the loaded layer's output on some samples with some weights replaced."""
-        stream, states = self._stream, self._states
-        own = slice(0, len(states)) if self._share is None else self._share.own
+        stream, states, share = self._stream, self._states[_CALIBRATION], self._shares[_CALIBRATION]
+        own = slice(0, len(states)) if share is None else share.own
         samples = torch.arange(max(0, min(_JUDGED_SAMPLES, own.stop) - own.start))
         batches = samples.split(stream.rows(states.token_ids)) if len(samples) else ()
         wanted: list[dict[str, torch.Tensor]] = []
@@ -141,12 +147,11 @@ class OnlineCalibration(NoCalibration):
 
         return error
 
-    def _kept(self, index: int) -> Finals:
+    def _kept(self, index: int, states: States, floats: States | None) -> Finals:
         """Submodules that passes of this layer share, made where it is first measured after its linears."""
         if self._finals == Finals():
-            floats = self._floats if self._asymmetric else None
             self._finals = Finals(
-                self._stream.final_submodules(index, self._states),
+                self._stream.final_submodules(index, states),
                 None if floats is None else self._stream.final_submodules(index, floats),
             )
         return self._finals
@@ -155,95 +160,67 @@ class OnlineCalibration(NoCalibration):
         """The layer to be tuned towards the float model's states after it; None: it is not."""
         if self._tuning is None or not self._stream.called(index):
             return None
-        assert self._floats is not None
         # GPTAQ reads the float model's states before the layer too, until the layer is done.
-        targets = self._stream.run(index, self._floats, in_place=not self._asymmetric)
+        targets = self._stream.run(index, self._states[_FLOAT], in_place=not self._asymmetric)
         if not self._asymmetric:
-            self._floats = targets
+            self._states[_FLOAT] = targets
+        inputs, share = self._states[_CALIBRATION], self._shares[_CALIBRATION]
         seed = self._tuning.seed * _LAYERS + index
-        return StreamedBlock(
-            self._stream, index, self._states, targets, seed, self._tuning.status, self._share
-        )
+        return StreamedBlock(self._stream, index, inputs, targets, seed, self._tuning.status, share)
 
     def weights(self, index: int, linears: Collection[str]) -> dict[str, torch.Tensor]:
         return self._stream.weights(index, linears)
 
-    def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
-        finals, self._finals = self._finals, Finals()
-        if self._floats is not None and (self._asymmetric or self._tuning is None):
-            self._floats = self._stream.run(
-                index, self._floats, in_place=True, finals=finals.floats
-            )
-        for name, quantized in work.result.weights.items():
-            self._stream.substitute(index, {name: quantized.dequantize()})
-        self._stream.substitute(index, work.result.norms | work.result.routers)
-        self._stream.substitute(index, work.result.norm_biases, "bias")
+    def finish(self, index: int, result: LayerResult) -> KvRanges | None:
+        """Raises BadInput where outputs are not finite."""
+        stream, states = self._stream, self._states
+        (behind, of_floats), self._finals = self._finals, Finals()
+        if self._asymmetric:
+            states[_FLOAT] = stream.run(index, states[_FLOAT], in_place=True, finals=of_floats)
+        for name, quantized in result.weights.items():
+            stream.substitute(index, {name: quantized.dequantize()})
+        stream.substitute(index, result.norms | result.routers)
+        stream.substitute(index, result.norm_biases, "bias")
         # What was kept of the layer holds if it was of the weights that the method ended with.
-        behind = finals.behind
-        changed = work.result.norms or work.result.routers or work.result.norm_biases
-        if behind is not None and (
-            self._kv
-            or changed
-            or not behind.holds_for(self._stream.weights(index, work.result.weights))
-        ):
+        changed = self._kv or result.norms or result.routers or result.norm_biases
+        if behind and (changed or not behind.holds_for(stream.weights(index, result.weights))):
             behind = None
-        states = {_CALIBRATION: self._states, _HELD_OUT: self._held_out}
-        following, ranges = run_parts(self._stream, index, states, kv=self._kv, finals=behind)
-        self._states, self._held_out = following.values()
-        self._stream.unload(index)
+        ranges = KvRanges(stream.is_latent) if self._kv else None
+        cache: dict[str, Any] = {"past_key_values": ranges} if self._kv else {}
+        try:
+            for name, finals in ((_CALIBRATION, behind), (_HELD_OUT, None)):
+                states[name] = stream.run(
+                    index, states[name], in_place=True, finals=finals, **cache
+                )
+        except AttributeError as error:  # a layer that asks more of a cache than to be updated
+            if not self._kv:
+                raise
+            raise BadInput(
+                f"--kv-cache: {stream.prefix(index)} keeps another kind of cache: {error}"
+            ) from error
+        ranges = None if ranges is None else ranges.of_all_workers()
+        is_finite = states[_CALIBRATION].finite() and states[_HELD_OUT].finite()
+        if not all(workers.gathered(is_finite)):
+            raise BadInput(
+                f"{stream.prefix(index)} gives NaN or infinite outputs: the checkpoint is damaged"
+            )
+        stream.unload(index)
         return ranges
 
     def measure_head(self) -> LayerStatistics:
-        held_out = {HEAD: head_statistics(self._stream, self._held_out, self._held_out_share)}
-        return LayerStatistics(
-            statistics={HEAD: head_statistics(self._stream, self._states, self._share)},
-            held_out=held_out if self._has_held_out else {},
-        )
+        held_out = {HEAD: self._head_inputs(_HELD_OUT)} if self._has_held_out else {}
+        return LayerStatistics({HEAD: self._head_inputs(_CALIBRATION)}, held_out)
+
+    def _head_inputs(self, name: str) -> InputStatistics:
+        stream, states = self._stream, self._states[name]
+        record = InputStatistics(stream.hidden_size, stream.device)
+        batches = zip(stream.batches(states), stream.head_inputs(states), strict=True)
+        for _, inputs in in_lanes(batches, [record], self._shares[name]):
+            record.add(inputs)
+        return record
 
     def save(self, path: Path) -> None:
-        states = {_CALIBRATION: self._states, _HELD_OUT: self._held_out}
-        states |= {} if self._floats is None else {_FLOAT: self._floats}
-        write_states(path, states, self._shares)
-
-
-def run_parts(
-    stream: LayerStream,
-    index: int,
-    parts: Mapping[str, States],
-    *,
-    kv: bool,
-    finals: FinalSubmodules | None = None,
-) -> tuple[dict[str, States], KvRanges | None]:
-    """The states of each part after a loaded layer, the first part's with submodules that were kept, and the
-    ranges of keys and values; BadInput where outputs are not finite."""
-    ranges = KvRanges(stream.is_latent) if kv else None
-    cache: dict[str, Any] = {"past_key_values": ranges} if kv else {}
-    following: dict[str, States] = {}
-    try:
-        for name, part in parts.items():
-            kept = None if following else finals
-            following[name] = stream.run(index, part, in_place=True, finals=kept, **cache)
-    except AttributeError as error:  # a layer that asks more of a cache than to be updated
-        if not kv:
-            raise
-        raise BadInput(
-            f"--kv-cache: {stream.prefix(index)} keeps another kind of cache: {error}"
-        ) from error
-    ranges = None if ranges is None else ranges.of_all_workers()
-    if not all(workers.gathered(all(part.finite() for part in following.values()))):
-        raise BadInput(
-            f"{stream.prefix(index)} gives NaN or infinite outputs: the checkpoint is damaged"
-        )
-    return following, ranges
-
-
-def head_statistics(stream: LayerStream, states: States, share: Share | None) -> InputStatistics:
-    """Input statistics of the output projection, from the states after the last layer."""
-    record = InputStatistics(stream.hidden_size, stream.device)
-    batches = zip(stream.batches(states), stream.head_inputs(states), strict=True)
-    for _, inputs in in_lanes(batches, [record], share):
-        record.add(inputs)
-    return record
+        write_states(path, self._states, self._shares)
 
 
 class StreamedBlock:

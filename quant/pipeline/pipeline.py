@@ -297,10 +297,10 @@ def _quantize_layer(
     tensors = stream.tensors(index)
     measured = source.measure(index, tensors)
     work = solve(family, prefix, tensors, source.weights(index, family.linears), measured)
-    ranges = source.finish(index, work)
+    ranges = source.finish(index, work.result)
     if plan.kv_cache is not None and not stage.vision:
-        measured_ranges = (ranges or KvRanges()).checked(prefix)
-        work.others.update(measured_ranges.scales(plan.kv_cache, plan.kv_cache_strategy))
+        ranges = (ranges or measured.kv_ranges or KvRanges()).checked(prefix)
+        work.others.update(ranges.scales(plan.kv_cache, plan.kv_cache_strategy))
     return work
 
 
