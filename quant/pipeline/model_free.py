@@ -28,7 +28,7 @@ from ..plan.manifest import module_record, tensor_record
 from ..plan.plan import QuantizePlan
 from ..plan.selection import TORCH_DTYPES
 from ..stream.calls import KvRanges, kv_heads
-from .quantized_layer import DirectLayer, direct_layer
+from .quantized_layer import QuantizedLayer, direct_layer
 from .stages import Stage
 
 _VALUES = 2**24  # weights in float32 at a time
@@ -120,7 +120,7 @@ def mock_module(
     return {module + suffix: part for suffix, part in parts.items()}, report | record
 
 
-def mock_layer(plan: QuantizePlan, stage: Stage, index: int) -> DirectLayer:
+def mock_layer(plan: QuantizePlan, stage: Stage, index: int) -> QuantizedLayer:
     """A layer of a stage by its number there, with scales of a KV cache where they are stored."""
     layer = direct_layer(plan, stage.stream, index, mock_module, hollow=True)
     if plan.kv_cache is None or stage.vision or not layer.prefix:

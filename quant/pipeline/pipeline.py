@@ -38,7 +38,6 @@ from .prepare import outline, prepare, statistics_path
 from .publish import write_final_files
 from .quantized_layer import (
     HEAD_FAMILY,
-    DirectLayer,
     QuantizedLayer,
     direct_layer,
     quantize_tensors,
@@ -305,7 +304,7 @@ def _quantize_layer(
 
 
 def _write_layer(
-    plan: QuantizePlan, journal: Journal, index: int, work: QuantizedLayer | DirectLayer
+    plan: QuantizePlan, journal: Journal, index: int, work: QuantizedLayer
 ) -> dict[str, Any]:
     """Write the shards of a layer, one for each format; the record for the journal."""
     towers = 0 if plan.vision is None else len(plan.vision.layers)
@@ -316,11 +315,7 @@ def _write_layer(
     for number, weight_format in enumerate(plan.formats):
         stored, modules = work.packed(plan, weight_format)
         path = layer_folder(journal, plan, number) / name
-        hollow = (
-            hollow_names(stored, plan.modules)
-            if isinstance(work, DirectLayer) and work.hollow
-            else ()
-        )
+        hollow = hollow_names(stored, plan.modules) if work.hollow else ()
         digest = write_tensors(path, stored, hollow)
         shards[weight_format.name] = {
             "shard": name,

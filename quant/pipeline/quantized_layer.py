@@ -54,32 +54,6 @@ class LayerStatistics:
     layer_error: Callable[[Mapping[str, torch.Tensor]], float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedLayer:
-    """A quantized layer, with the remaining tensors in their stored dtype by relative name."""
-
-    prefix: str
-    result: LayerResult
-    others: dict[str, torch.Tensor]
-    seconds: float
-
-    def packed(
-        self, plan: QuantizePlan, weight_format: WeightFormat
-    ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-        """The packed tensors by full name, and the module records; BadInput for scales a format lacks."""
-        stored = _stored(plan, weight_format, self.prefix, self.others)
-        records = []
-        for report, (name, quantized) in zip(
-            self.result.reports, self.result.weights.items(), strict=True
-        ):
-            module = full_name(self.prefix, name)
-            if len(plan.formats) > 1:
-                quantized = _with_scales(plan, weight_format, module, quantized)
-            stored |= weight_format.pack(module, quantized)
-            records.append(module_record(report, quantized))
-        return stored, records
-
-
 Pack = Callable[
     [QuantizePlan, WeightFormat, str], tuple[Mapping[str, torch.Tensor], dict[str, Any]]
 ]
@@ -87,22 +61,36 @@ Pack = Callable[
 
 
 @dataclass(frozen=True, slots=True)
-class DirectLayer:
-    """A layer whose `linears` (full names) are made one by one by `pack`; large tensors of a `hollow` one are
-    holes in the files."""
+class QuantizedLayer:
+    """A layer whose linears are packed one by one.
+
+    Attributes:
+        linears: full names of the quantized linears.
+        others: remaining tensors in their stored dtype, by relative name.
+        pack: called for each linear; BadInput for scales that a format lacks.
+        result: result of the method; empty where `pack` makes the codes itself.
+        hollow: True if large tensors are to be holes in the files.
+    """
 
     prefix: str
     linears: tuple[str, ...]
-    others: Mapping[str, torch.Tensor]
+    others: dict[str, torch.Tensor]
     pack: Pack
-    hollow: bool
+    result: LayerResult
     seconds: float = 0.0
+    hollow: bool = False
 
     def packed(
         self, plan: QuantizePlan, weight_format: WeightFormat
     ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         """The packed tensors by full name, and the module records."""
-        stored, records = _stored(plan, weight_format, self.prefix, self.others), []
+        stored = {full_name(self.prefix, name): tensor for name, tensor in self.others.items()}
+        if plan.kv_cache is not None and weight_format.holds_kv_scales:
+            stored = {
+                weight_format.kv_scale_name(name) if name.endswith(KV_SCALES) else name: tensor
+                for name, tensor in stored.items()
+            }
+        records = []
         for module in self.linears:
             parts, record = self.pack(plan, weight_format, module)
             stored |= parts
@@ -112,8 +100,8 @@ class DirectLayer:
 
 def direct_layer(
     plan: QuantizePlan, stream: LayerStream, index: int, pack: Pack, *, hollow: bool
-) -> DirectLayer:
-    """A layer of a stream by its number; after the last, the output projection."""
+) -> QuantizedLayer:
+    """A layer of a stream by its number, whose codes `pack` makes; after the last, the output projection."""
     prefix, linears, others = "", (HEAD,), {}
     if index < stream.num_layers:
         prefix, family = stream.prefix(index), stream.family(index)
@@ -122,22 +110,7 @@ def direct_layer(
     elif (bias := f"{HEAD}.bias") in plan.checkpoint:
         others = {bias: plan.checkpoint.tensor(bias)}
     names = tuple(full_name(prefix, linear) for linear in linears)
-    return DirectLayer(prefix, names, others, pack, hollow)
-
-
-def _stored(
-    plan: QuantizePlan,
-    weight_format: WeightFormat,
-    prefix: str,
-    others: Mapping[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    stored = {full_name(prefix, name): tensor for name, tensor in others.items()}
-    if plan.kv_cache is None or not weight_format.holds_kv_scales:
-        return stored
-    return {
-        weight_format.kv_scale_name(name) if name.endswith(KV_SCALES) else name: tensor
-        for name, tensor in stored.items()
-    }
+    return QuantizedLayer(prefix, names, others, pack, LayerResult({}, {}, []), hollow=hollow)
 
 
 def _with_scales(
@@ -234,7 +207,21 @@ def quantize_tensors(
     for name, tensor in (*result.norms.items(), *result.routers.items()):
         others[f"{name}.weight"] = tensor.to(tensors[f"{name}.weight"].dtype)
     others |= {f"{name}.bias": tensor for name, tensor in result.norm_biases.items()}
-    return QuantizedLayer(prefix, result, others, time.perf_counter() - began)
+    solved = {
+        full_name(prefix, name): (tensor, report)
+        for report, (name, tensor) in zip(result.reports, result.weights.items(), strict=True)
+    }
+
+    def pack(
+        plan: QuantizePlan, weight_format: WeightFormat, module: str
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensor, report = solved[module]
+        if len(plan.formats) > 1:
+            tensor = _with_scales(plan, weight_format, module, tensor)
+        return weight_format.pack(module, tensor), module_record(report, tensor)
+
+    seconds = time.perf_counter() - began
+    return QuantizedLayer(prefix, tuple(solved), others, pack, result, seconds)
 
 
 def _solved(plan: QuantizePlan, problem: LayerProblem, allow_fallback: bool) -> LayerResult:
