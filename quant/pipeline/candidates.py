@@ -74,26 +74,21 @@ def is_gguf(plan: QuantizePlan) -> bool:
 @dataclass(frozen=True, slots=True)
 class Search:
     """Candidates under a budget of bytes, the smallest first and 16 bits last, by schemes and bytes of all
-    modules, where a module without a scheme stays; `uniform` is the largest within the budget."""
+    modules, where a module without a scheme stays; `uniform` is the largest within the budget. `num_weights`
+    are those with a choice, and `rest_bytes` the bytes of all other tensors."""
 
     plan: QuantizePlan
     budget: int
     schemes: tuple[dict[str, Scheme], ...]
     sizes: tuple[dict[str, int], ...]
     uniform: int
+    num_weights: int
+    rest_bytes: int
 
     def round_uniform(
         self, prefix: str, weights: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         return round_layer(self.plan, self.schemes[self.uniform], prefix, weights)
-
-    @property
-    def num_weights(self) -> int:
-        return _num_weights(self.plan)
-
-    @property
-    def rest_bytes(self) -> int:
-        return _rest_bytes(self.plan)
 
     def bytes_of(self, schemes: Mapping[str, Scheme]) -> int:
         """Bytes of the linears with a choice of schemes, where each is one of the candidates'."""
@@ -126,11 +121,14 @@ def search_of(
         names_left = [name for name in table_names(plan.checkpoint) if name not in plan.modules]
         plan = replace(plan, gguf_tables=dict.fromkeys(names_left, ""))
     plain = {module: _plain_bytes(plan, module) for module in _shapes(plan)}
-    weights, budget = _num_weights(plan), sum(plain.values())
+    tables = sum(plain[name] for name in plan.gguf_tables)
+    rest = unquantized_bytes(plan, plan.format) - tables
+    weights = sum(rows * columns for rows, columns in _shapes(plan).values())
+    budget = sum(plain.values())
     if target_bpw is not None:
         budget = int(target_bpw * weights / 8)
     elif target_bytes is not None:
-        budget = target_bytes - _rest_bytes(plan)
+        budget = target_bytes - rest
     kinds = _candidates(plan, budget, names)
     fitting = [number for number, (_, size) in enumerate(kinds) if sum(size.values()) <= budget]
     if not fitting:
@@ -145,22 +143,13 @@ def search_of(
         kinds.append(({}, plain))
     schemes, sizes = zip(*kinds, strict=True)
     whole = [number for number in fitting if len(schemes[number]) == len(plain)]
-    return Search(plan, budget, schemes, sizes, (whole or fitting)[-1])
+    return Search(plan, budget, schemes, sizes, (whole or fitting)[-1], weights, rest)
 
 
 def _shapes(plan: QuantizePlan) -> Shapes:
     """Shapes of the linears, and of the embedding and the output head where they have a choice."""
     tables = ((name, plan.checkpoint.shape(f"{name}.weight")) for name in plan.gguf_tables)
     return plan.modules | {name: (shape[0], shape[1]) for name, shape in tables}
-
-
-def _num_weights(plan: QuantizePlan) -> int:
-    return sum(rows * columns for rows, columns in _shapes(plan).values())
-
-
-def _rest_bytes(plan: QuantizePlan) -> int:
-    tables = sum(_plain_bytes(plan, name) for name in plan.gguf_tables)
-    return unquantized_bytes(plan, plan.format) - tables + plan.kv_scale_bytes
 
 
 def too_small(budget: int, least: int) -> BadInput:

@@ -140,7 +140,7 @@ def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
         if workers.is_first():
             remove_work(work_folder(output))
     else:
-        resumed, seconds = _carried_out(session, progress, memory)
+        resumed, seconds = _carried_out(session, expected, progress, memory)
     workers.meet()
     plan = session.plan
     return QuantizeResult(
@@ -156,14 +156,14 @@ def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
 
 
 def _carried_out(
-    session: Session, progress: Progress, memory: PeakMemory
+    session: Session, expected: Preflight, progress: Progress, memory: PeakMemory
 ) -> tuple[int, tuple[float, ...]]:
     """Quantize and publish; the number of layers that were finished before, and seconds of each layer."""
     request, journal = session.request, _journal(session)
     resumed, threads = len(journal.layers), torch.get_num_threads()
     try:
         if workers.is_first() and not request.mock:
-            _check_space(session, journal)
+            _check_space(session, journal, expected)
         # Sums depend on the thread count in the last bit: a resumed run uses that of the first run.
         torch.set_num_threads(journal.threads)
         _quantize_layers(session, journal, progress, memory)
@@ -197,17 +197,15 @@ def _journal(session: Session) -> Journal:
     return journal or followed
 
 
-def _check_space(session: Session, journal: Journal) -> None:
+def _check_space(session: Session, journal: Journal, expected: Preflight) -> None:
     """Raises BadInput when the disk cannot hold the results and the hidden states of two layers. A GGUF file
     is written next to its layers."""
-    plan, calibration = session.plan, session.calibration
-    hidden_bytes = 2 * 4 * calibration.num_tokens * session.stream.hidden_size
-    rest = plan.checkpoint.weight_bytes - plan.plain_bytes
-    copies = sum(1 + (form.name == "gguf") for form in plan.formats)
-    needed = len(plan.formats) * (rest + _SLACK_BYTES) + copies * plan.quantized_bytes
-    needed += hidden_bytes - sum(
-        shard["bytes"] for record in journal.layers for shard in record["shards"].values()
-    )
+    layers = sum(kind.bytes for kind in expected.quantized)
+    needed = 2 * 4 * session.calibration.num_tokens * session.stream.hidden_size
+    for name, size in expected.file_bytes.items():
+        needed += size + _SLACK_BYTES + (layers if name == "gguf" else 0)
+    for record in journal.layers:
+        needed -= sum(shard["bytes"] for shard in record["shards"].values())
     free = shutil.disk_usage(journal.folder).free
     if free < needed:
         raise BadInput(

@@ -100,12 +100,12 @@ class Preflight:
     is_timed: bool = False
 
     @property
-    def _chosen(self) -> list[ModuleKind]:
+    def quantized(self) -> list[ModuleKind]:
         return [kind for kind in self.kinds if kind.scheme and not kind.is_table]
 
     @property
     def bits_per_weight(self) -> float:
-        chosen = self._chosen
+        chosen = self.quantized
         return sum(kind.bytes for kind in chosen) * 8 / sum(kind.weights for kind in chosen)
 
     @property
@@ -120,7 +120,7 @@ class Preflight:
         }
 
     def line(self) -> str:
-        chosen = self._chosen
+        chosen = self.quantized
         size = next(iter(self.file_bytes.values()))
         of_each = "" if self.workers is None else f" of each of {self.workers} workers"
         return (
@@ -164,9 +164,7 @@ def preflight(
     return Preflight(
         kinds=_kinds(plan, sizes[0]),
         tensor_bytes={
-            weight_format.name: sum(size.values())
-            + unquantized_bytes(plan, weight_format)
-            + plan.kv_scale_bytes
+            weight_format.name: sum(size.values()) + unquantized_bytes(plan, weight_format)
             for weight_format, size in zip(plan.formats, sizes, strict=True)
         },
         file_bytes={
@@ -229,7 +227,7 @@ def unquantized_bytes(plan: QuantizePlan, weight_format: WeightFormat) -> int:
             for module, shape in plan.modules.items()
         )
         return sum(_data_bytes(part.type, part.shape) for part in _gguf_tensors(plan)) - blocks
-    return sum(entry_bytes(entry) for entry in _unquantized(plan).values())
+    return sum(map(entry_bytes, _unquantized(plan, weight_format).values()))
 
 
 def _data_bytes(block: str, shape: Sequence[int]) -> int:
@@ -244,13 +242,21 @@ def _gguf_tensors(plan: QuantizePlan) -> list[TensorToWrite]:
     return planned_tensors(plan.checkpoint, plan.schemes, plan.gguf_type, plan.gguf_tables)
 
 
-def _unquantized(plan: QuantizePlan) -> dict[str, Entry]:
-    """The tensors that are copied unchanged."""
-    return {
+def _unquantized(plan: QuantizePlan, weight_format: WeightFormat) -> dict[str, Entry]:
+    """The tensors that are copied unchanged, and the scales of the KV cache."""
+    entries = {
         name: plan.checkpoint.entry(name)
         for name in plan.checkpoint.names
         if name.removesuffix(".weight") not in plan.modules and not name.endswith(_BUFFER)
     }
+    if plan.kv_cache is not None:
+        per_head = plan.kv_cache_strategy == "attn_head"
+        shape = (kv_heads(plan.checkpoint.text_config), 1, 1) if per_head else (1,)
+        for prefix in map(plan.architecture.layer_prefix, range(plan.num_layers)):
+            for part in "kv":
+                name = weight_format.kv_scale_name(f"{prefix}.self_attn.{part}_scale")
+                entries[name] = "F32", shape
+    return entries
 
 
 def _file_bytes(session: Session, weight_format: WeightFormat, packed: PackedEntries) -> int:
@@ -267,14 +273,7 @@ def _file_bytes(session: Session, weight_format: WeightFormat, packed: PackedEnt
         for module, entries in packed.items()
         for suffix, entry in entries.items()
     }
-    tensors |= _unquantized(plan)
-    if plan.kv_cache is not None:
-        per_head = plan.kv_cache_strategy == "attn_head"
-        shape = (kv_heads(plan.checkpoint.text_config), 1, 1) if per_head else (1,)
-        for prefix in map(plan.architecture.layer_prefix, range(plan.num_layers)):
-            for part in "kv":
-                name = weight_format.kv_scale_name(f"{prefix}.self_attn.{part}_scale")
-                tensors[name] = "F32", shape
+    tensors |= _unquantized(plan, weight_format)
     starts = plan.layer_starts
     shards: dict[str, dict[str, Entry]] = defaultdict(dict)
     for name, entry in tensors.items():

@@ -26,12 +26,10 @@ from ..model.parameters import ModelParameters, by_kind, model_parameters, unqua
 from ..smoothing.rotate import seen_rotated
 from ..smoothing.smoothing_map import with_smoothing
 from ..source.models import open_plain
-from ..stream.calls import kv_heads
 from ..stream.layer_stream import compute_dtype
 from ..stream.sources import BUNDLED_SEQ_LEN, CPU_SEQ_LEN, is_bundled
 from .request import QuantizeRequest, parse_override, with_defaults
 from .selection import (
-    BYTES_OF,
     HEAD,
     TORCH_DTYPES,
     Shapes,
@@ -154,29 +152,6 @@ class QuantizePlan:
         stored = TORCH_DTYPES[self.checkpoint.dtype_name(f"{module}.weight")]
         wanted = [fmt.scale_dtype(stored, self.schemes[module]) for fmt in self.formats]
         return min(wanted, key=lambda dtype: -torch.finfo(dtype).eps)
-
-    @property
-    def kv_scale_bytes(self) -> int:
-        """Bytes of the scales of the KV cache: float32, two for every layer, or for every KV head of it."""
-        per_head = self.kv_cache_strategy == "attn_head"
-        heads = kv_heads(self.checkpoint.text_config) if per_head else 1
-        return 8 * heads * self.num_layers if self.kv_cache else 0
-
-    @property
-    def quantized_bytes(self) -> int:
-        """Bytes that the quantized linears will take on disk, without headers."""
-        bits = (
-            self.schemes[name].bits_per_weight(*shape) * shape[0] * shape[1]
-            for name, shape in self.modules.items()
-        )
-        return int(sum(bits)) // 8
-
-    @property
-    def plain_bytes(self) -> int:
-        return sum(
-            out_features * in_features * BYTES_OF[self.checkpoint.dtype_name(f"{name}.weight")]
-            for name, (out_features, in_features) in self.modules.items()
-        )
 
 
 def make_plan(request: QuantizeRequest) -> QuantizePlan:
