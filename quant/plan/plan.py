@@ -180,13 +180,13 @@ def make_plan(request: QuantizeRequest) -> QuantizePlan:
         raise BadInput("--act-order dynamic: ggml's blocks hold channels in their order")
     source = _source(request, formats)
     parameters = model_parameters(source.checkpoint)
-    made = (
+    schemes, gguf_type, notes, importance = (
         _block_schemes(request, source)
         if to_blocks
         else _grid_schemes(request, method, formats, base, source)
     )
-    modules = {name: source.modules[name] for name in made.schemes}
-    left = tuple(name for name in source.modules if name not in made.schemes)
+    modules = {name: source.modules[name] for name in schemes}
+    left = tuple(name for name in source.modules if name not in schemes)
     dtypes = [source.checkpoint.dtype_name(f"{module}.weight") for module in modules]
     common = TORCH_DTYPES[max(dtypes, key=dtypes.count)]
     plan = QuantizePlan(
@@ -195,7 +195,7 @@ def make_plan(request: QuantizeRequest) -> QuantizePlan:
         method=method,
         formats=formats,
         modules=modules,
-        schemes=made.schemes,
+        schemes=schemes,
         ignored=(*source.ignored, *left),
         unquantized=unquantized_modules(source.checkpoint, modules, parameters),
         parameters=parameters,
@@ -204,17 +204,17 @@ def make_plan(request: QuantizeRequest) -> QuantizePlan:
         seq_len=_seq_len(request, source.checkpoint),
         device=device_of(own_device(request.device)),
         compute=compute_dtype(request.compute, common, device_of(request.device)),
-        gguf_type=made.gguf_type,
+        gguf_type=gguf_type,
         # Those of int8 are measured by the server.
         kv_cache=None if request.kv_cache == INT8_CACHE else request.kv_cache,
         kv_cache_strategy=request.kv_cache_strategy,
         notes=(),
-        importance=made.importance,
+        importance=importance,
         vision=source.tower,
     )
     check_plan(plan)
-    notes = source.architecture.notes if to_blocks else plan_notes(plan)
-    return replace(plan, notes=(*made.notes, *notes))
+    more = source.architecture.notes if to_blocks else plan_notes(plan)
+    return replace(plan, notes=(*notes, *more))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,14 +229,8 @@ class _Source:
     rotations: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Schemes:
-    """The schemes of the linears that have any, and what was decided with them."""
-
-    schemes: dict[str, Scheme]
-    notes: list[str]
-    gguf_type: str
-    importance: Mapping[str, torch.Tensor] = field(default_factory=dict)
+_Schemes = tuple[dict[str, Scheme], str, list[str], dict[str, torch.Tensor]]
+"""Schemes of the linears that have any, the name of the mix in a GGUF file, notes, and importance."""
 
 
 def _check_grid(
@@ -290,7 +284,7 @@ def _grid_schemes(
     gguf_type = ""
     if any(weight_format.name == "gguf" for weight_format in formats):
         gguf_type = max((scheme.ggml_type or "" for scheme in schemes.values()), default="")
-    return _Schemes(schemes, notes, gguf_type)
+    return schemes, gguf_type, notes, {}
 
 
 def _block_schemes(request: QuantizeRequest, source: _Source) -> _Schemes:
@@ -306,14 +300,13 @@ def _block_schemes(request: QuantizeRequest, source: _Source) -> _Schemes:
     schemes: dict[str, Scheme] = dict(mix(type_name, source.modules, shape))
     if not schemes:
         raise BadInput(f"no linear of {request.model} has inputs in whole blocks of 32")
-    given: dict[str, torch.Tensor] = {}
+    importance: dict[str, torch.Tensor] = {}
     notes = mix_notes(type_name, source.modules, shape)
     if request.imatrix is not None and request.imatrix.exists():
-        given = read_imatrix(request.imatrix).for_modules(source.modules, shape.architecture)
-        if len(given) < len(schemes):
-            left = len(schemes) - len(given)
+        importance = read_imatrix(request.imatrix).for_modules(source.modules, shape.architecture)
+        if (left := len(schemes) - len(importance)) > 0:
             notes.append(f"note: {request.imatrix} has no importance for {left} linears")
-    return _Schemes(schemes, notes, type_name, given)
+    return schemes, type_name, notes, importance
 
 
 def _source(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> _Source:
