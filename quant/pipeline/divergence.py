@@ -144,9 +144,8 @@ def divergences(
         stream.read_instead(tensors)
         states.append(stream.embed(token_ids, images))
     stream.read_instead({})
-    for index in range(stream.num_layers):
+    for index in stream.loaded(range(stream.num_layers), progress):
         family, prefix, tensors = stream.family(index), stream.prefix(index), stream.tensors(index)
-        stream.load(index, tensors)
         plain = stream.run(index, plain, in_place=True)
         before = stream.weights(index, family.linears)
         measured = folder and folder.read(f"layer-{index:05d}", family, stream.device)
@@ -162,9 +161,6 @@ def divergences(
             }
             stream.substitute(index, weights)
             states[number] = stream.run(index, states[number], in_place=True)
-        stream.unload(index)
-        stream.checkpoint.release()
-        progress.advance()
     progress.finish()
     weight, bias = stream.head()
     measured = folder and folder.read("head", HEAD_FAMILY, stream.device) if plan.lm_head else None

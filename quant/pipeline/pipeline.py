@@ -339,8 +339,7 @@ def measure_importance(
     seen: dict[str, dict[int, tuple[torch.Tensor, int]]] = {}
     architecture = gguf_architecture(stream.checkpoint.config)
     progress.start("importance", stream.num_layers, "layers")
-    for index in range(stream.num_layers):
-        stream.load(index, stream.tensors(index))
+    for index in stream.loaded(range(stream.num_layers), progress):
         for name, statistics in stream.measure(index, states).items():
             module = f"{stream.prefix(index)}.{name}"
             if (tensor := to_gguf(module, architecture)) is not None:
@@ -351,9 +350,6 @@ def measure_importance(
                 experts = seen.setdefault(f"{tensor}.weight", {})
                 experts[expert_of(module) or 0] = (mean, count)
         states = stream.run(index, states, in_place=True)
-        stream.unload(index)
-        stream.checkpoint.release()
-        progress.advance()
     progress.finish()
     ordered = {name: [by[number] for number in sorted(by)] for name, by in seen.items()}
     return Matrix(

@@ -148,17 +148,13 @@ class Sensitivities:
             self._forward(stream, samples, backward, progress)
         left = layers[: behind[0] if behind else None]
         progress.advance(2 * len(layers) - len(left) if behind else 0)
-        for index in reversed(left):
+        for index in stream.loaded(reversed(left), progress):
             entering = load_file(self._path(_ENTERING, index))
-            stream.load(index, stream.tensors(index))
             backward.through(index, States.restored(_ENTERING, samples, entering))
             self._write("sensitivity", index, backward.stored(stream.family(index)))
             if not index:
                 self._write(_EMBEDDING, None, backward.stored_embedding(entering))
             self._keep(backward.behind, index)
-            stream.unload(index)
-            stream.checkpoint.release()
-            progress.advance()
         progress.finish()
         write_atomically(self._path("sensitivity"), b"")
         for name in (_ENTERING, _BEHIND):
@@ -180,15 +176,13 @@ class Sensitivities:
             states = States.restored(_ENTERING, samples, stored)
         else:
             states = stream.embed(*samples)
+            self._write(_ENTERING, 0, states.stored(_ENTERING))
         first = len(begun[:-1])
         progress.advance(first)
-        for index in layers[first:]:
-            self._write(_ENTERING, index, states.stored(_ENTERING))
-            stream.load(index, stream.tensors(index))
+        for index in stream.loaded(layers[first:], progress):
             states = stream.run(index, states, in_place=True)
-            stream.unload(index)
-            stream.checkpoint.release()
-            progress.advance()
+            if index + 1 < len(layers):
+                self._write(_ENTERING, index + 1, states.stored(_ENTERING))
         backward.begin(states)
         self._write(_HEAD, None, backward.stored(HEAD_FAMILY))
         self._keep(backward.behind, len(layers))

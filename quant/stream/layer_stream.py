@@ -7,7 +7,7 @@ be computed in bfloat16, see `compute_dtype`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from torch import nn
 
 from ...base.errors import BadInput, first_line
 from ...base.processor import multiplies_bf16
+from ...base.progress import Progress
 from ..base.device import HOST, hooks, temporaries_kept
 from ..base.lanes import Share, share_of
 from ..families.layer_map import LayerMap
@@ -176,6 +177,15 @@ class LayerStream:
 
     def unload(self, index: int) -> None:
         self._meta_model.empty(index)
+
+    def loaded(self, indices: Iterable[int], progress: Progress) -> Iterator[int]:
+        """Load layers one after the other, each freed before the next, and count them."""
+        for index in indices:
+            self.load(index, self.tensors(index))
+            yield index
+            self.unload(index)
+            self.checkpoint.release()
+            progress.advance()
 
     def final_submodules(self, index: int, states: States) -> FinalSubmodules | None:
         """Submodules shared by passes over these states; None on devices, in no plain chain, or too large."""
