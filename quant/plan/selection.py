@@ -34,7 +34,7 @@ _OTHER_MODALITY = re.compile(r"audio|speech|sound|video_tower")
 
 
 class VisionModel(MetaModel):
-    """The meta-device model whose layers are the blocks of its tower, then its projectors (`parts`)."""
+    """The meta-device model whose layers are the blocks of its tower, then its projectors."""
 
     def __init__(self, checkpoint: Checkpoint):
         super().__init__(checkpoint)
@@ -47,7 +47,6 @@ class VisionModel(MetaModel):
         self.paths = [path for path, _, _ in units]
         self.disk_paths = [disk for _, disk, _ in units]
         self.layers: list[Any] = [module for _, _, module in units]
-        self.parts = [part_of(path) for path in self.paths]
         self._finish()
         self.ends = decoder[:1]
 

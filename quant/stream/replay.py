@@ -8,7 +8,6 @@ with features computed once.
 from __future__ import annotations
 
 import hashlib
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +23,6 @@ from .calls import (
     Reached,
     States,
     Stub,
-    Template,
     forward,
     outcome_of,
     template_of,
@@ -38,34 +36,31 @@ _TEXT = ImageInputs()
 _FIRST = slice(0, 1)
 
 
-class _ReplayWalk(Walk):
-    """A walk that replays the model's forward pass up to each layer; `_read_by`: last reader of tensors."""
+class Replay(Walk):
+    """Replay of the model's forward pass up to each layer, on texts; `_read_by`: last reader of tensors.
+
+    Found on one sample `[1, length]`. ValueError: a layer runs twice, or without samples.
+    """
 
     _templates: dict[int, Any]
     _read_by: dict[str, int]
 
-    def __init__(self, model: MetaModel):
+    def __init__(self, model: MetaModel, token_ids: torch.Tensor):
         self._model = model
-
-    @abstractmethod
-    def _pass(self, states: States, rows: Rows, stub: Stub) -> torch.Tensor | None:
-        """The model's forward pass over some samples, with `stub` in place of its layers."""
-
-    @abstractmethod
-    def _play(self, index: int, call: Call, states: States, rows: Rows) -> Any:
-        """Return from a layer's call what was carried, and something of its shape elsewhere."""
-
-    @abstractmethod
-    def _leaves(self, index: int) -> list[torch.Tensor]:
-        """Tensors of the shapes that a layer returns for one sample."""
-
-    @abstractmethod
-    def _changed(self, sample: States, index: int, number: int, tensor: torch.Tensor) -> States:
-        """The states of a sample with one tensor that a layer returned."""
-
-    @abstractmethod
-    def _digest(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """A value that differs where the tensors do."""
+        sample = States(token_ids, {})
+        once, twice = self._dry_run(sample), self._dry_run(States(token_ids.repeat(2, 1), {}))
+        if sorted(once) != list(once):
+            raise ValueError("a layer runs before an earlier one in a pass")
+        self._templates = {
+            index: template_of(first, second)
+            for (index, first), second in zip(once.items(), twice.values(), strict=True)
+        }
+        del once, twice
+        self._read_by = self._readers(sample)
+        for index, template in self._templates.items():
+            for number, leaf in enumerate(template.leaves):
+                if leaf.dim is None and _name(index, number) in self._read_by:
+                    raise ValueError("a layer reads what an earlier one returned for all samples")
 
     def enter(self, token_ids: torch.Tensor, rows: int) -> States:
         return States(token_ids, {})  # the first layer is replayed from the ids and the images
@@ -139,40 +134,22 @@ class _ReplayWalk(Walk):
                     last[_name(index, number)] = max(readers)
         return last
 
-
-class Replay(_ReplayWalk):
-    """Replay of texts, found on one `[1, length]`. ValueError: a layer runs twice, or without samples."""
-
-    def __init__(self, model: MetaModel, token_ids: torch.Tensor):
-        super().__init__(model)
-        sample = States(token_ids, {})
-        once, twice = self._dry_run(sample), self._dry_run(States(token_ids.repeat(2, 1), {}))
-        if sorted(once) != list(once):
-            raise ValueError("a layer runs before an earlier one in a pass")
-        self._templates: dict[int, Template] = {
-            index: template_of(first, second)
-            for (index, first), second in zip(once.items(), twice.values(), strict=True)
-        }
-        del once, twice
-        self._read_by = self._readers(sample)
-        for index, template in self._templates.items():
-            for number, leaf in enumerate(template.leaves):
-                if leaf.dim is None and _name(index, number) in self._read_by:
-                    raise ValueError("a layer reads what an earlier one returned for all samples")
-
     def _leaves(self, index: int) -> list[torch.Tensor]:
+        """Tensors of the shapes that a layer returns for one sample."""
         return [leaf.blank(1) for leaf in self._templates[index].leaves]
 
     def _changed(self, sample: States, index: int, number: int, tensor: torch.Tensor) -> States:
+        """The states of a sample with one tensor that a layer returned."""
         leaf = self._templates[index].leaves[number]
         value = tensor if leaf.dim is None else leaf.by_sample(tensor, 1)
         return States(sample.token_ids, {_name(index, number): value})
 
     def _pass(self, states: States, rows: Rows, stub: Stub) -> torch.Tensor | None:
+        """The model's forward pass over some samples, with `stub` in place of its layers."""
         return forward(self._model, states.token_ids[rows], stub)
 
     def _play(self, index: int, call: Call, states: States, rows: Rows) -> Any:
-        """Zeros stand for what nothing reads."""
+        """Return from a layer's call what was carried; zeros stand for what nothing reads."""
         template = self._templates[index]
         tensors = []
         for number, leaf in enumerate(template.leaves):
@@ -183,7 +160,8 @@ class Replay(_ReplayWalk):
                 tensors.append(carried if leaf.dim is None else leaf.restored(carried[rows]))
         return template.outcome.play(call, tensors)
 
-    def _digest(self, tensors: Sequence[torch.Tensor]) -> str:
+    def _digest(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """A value that differs where the tensors do."""
         digest = hashlib.sha1(usedforsecurity=False)
         for tensor in tensors:
             digest.update(str(tensor.shape).encode())
@@ -217,13 +195,13 @@ class Replay(_ReplayWalk):
         }
 
 
-class SampleReplay(_ReplayWalk):
+class SampleReplay(Replay):
     """A replay of samples one at a time, each with images of its own; found on one sample `[1, length]`."""
 
     max_rows: int | None = 1
 
     def __init__(self, model: MetaModel, token_ids: torch.Tensor, images: ImageInputs):
-        super().__init__(model)
+        self._model = model
         self._features: dict[ImageInputs, Any] = {}
         owners = [m for m in model.model.modules() if callable(getattr(m, _FEATURES, None))]
         if not owners:
@@ -232,7 +210,7 @@ class SampleReplay(_ReplayWalk):
             )
         self._owner = owners[-1]  # the innermost module that computes image features
         sample = States(token_ids, {}, (images,))
-        self._templates: dict[int, Outcome] = self._dry_run(sample)
+        self._templates = self._dry_run(sample)  # outcomes
         self._read_by = self._readers(sample)
 
     def _pass(self, states: States, rows: Rows, stub: Stub) -> torch.Tensor | None:
@@ -281,7 +259,7 @@ class SampleReplay(_ReplayWalk):
                 tensors.append(torch.zeros_like(leaf))
         return outcome.play(call, tensors)
 
-    def _digest(self, tensors: Sequence[torch.Tensor]) -> tuple[float, ...]:
+    def _digest(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Sums over evenly spaced values of each."""
         sums = []
         for tensor in tensors:
@@ -300,11 +278,9 @@ class SampleReplay(_ReplayWalk):
         states.tensors[name][row] = tensor
 
     def following(self, index: int, states: States, *, in_place: bool) -> States:
-        kept = {name: t for name, t in states.tensors.items() if self._last_reader(name) > index}
+        last = {name: self._read_by[name.rpartition(":")[2]] for name in states.tensors}
+        kept = {name: t for name, t in states.tensors.items() if last[name] > index}
         return States(states.token_ids, kept, states.images)
-
-    def _last_reader(self, name: str) -> int:
-        return self._read_by[name]
 
     def keep(self, index: int, outcome: Outcome, following: States, rows: Rows) -> None:
         for name, tensor in self.read(index, outcome, 1).items():
@@ -330,9 +306,6 @@ class VisionReplay(SampleReplay):
 
     def _put(self, states: States, name: str, row: int, tensor: torch.Tensor) -> None:
         states.tensors[f"{row}:{name}"] = tensor
-
-    def _last_reader(self, name: str) -> int:
-        return self._read_by[name.partition(":")[2]]
 
 
 def other_than(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
