@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from ...base.errors import BadInput
-from ..families.layer_map import LayerMap
+from ..families.layer_map import Fold, LayerMap
 from ..methods.base import LayerProblem
 from ..methods.folding import can_fold, column_scales, divided_bias, fold_into_norm, row_scales
 from .intervention import UNKNOWN, Intervention, ScoreLinears, score_linears
-from .patterns import FoldPattern, LayerPattern, Part, expert_number, family_of_pattern, starred
+from .patterns import expert_number, family_of_pattern, starred
 from .small_model import RandomModel
 
 _SAME_LOGITS = 1e-5  # of all folds at once, in float32
@@ -27,10 +27,10 @@ _SPREAD = 1.0  # standard deviation of the scales' exponents
 _ONE_ULP = 1.2e-7  # of float32, relative
 
 
-def discover(model: RandomModel) -> list[LayerPattern]:
+def discover(model: RandomModel) -> list[LayerMap]:
     """The map of each layer, one for all layers of a kind, proven at once; BadInput where the model fails."""
     trials = Intervention(model)
-    kinds: dict[object, LayerPattern] = {}
+    kinds: dict[object, LayerMap] = {}
     patterns = []
     for index in range(len(model.layers)):
         # Names of the modules, their classes, and which of them run.
@@ -51,18 +51,18 @@ def discover(model: RandomModel) -> list[LayerPattern]:
     return patterns
 
 
-def _discover_layer(trials: Intervention, index: int, *, whole: bool) -> LayerPattern:
+def _discover_layer(trials: Intervention, index: int, *, whole: bool) -> LayerMap:
     """Try every source of a layer, the first expert for all; `whole` as in `Intervention.trial`."""
     names = trials.model.names[index]
     sources = {starred(path): path for path in reversed(trials.order[index])}
     readers = [path for path in sources.values() if path in trials.readers[index]]
     scores = score_linears(trials.model, index, readers)
-    folds: list[FoldPattern] = []
+    folds: list[Fold] = []
     for path in dict.fromkeys(trials.order[index]):
         if path in names and path == sources[starred(path)]:
             folds += _Source(trials, index, path, whole).folds(scores)
-    unclipped = [starred(names[path]) for path in readers if path in names and path in scores.all]
-    return LayerPattern(_shared_inputs(trials, index), tuple(folds), tuple(unclipped))
+    unclipped = {starred(names[path]) for path in readers if path in names and path in scores.all}
+    return LayerMap(_shared_inputs(trials, index), tuple(folds), frozenset(unclipped))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,48 +74,45 @@ class _Source:
     path: str
     whole: bool
 
-    def folds(self, scores: ScoreLinears) -> Iterator[FoldPattern]:
+    def folds(self, scores: ScoreLinears) -> Iterator[Fold]:
         if self.path in self.trials.norms[self.index]:
             for offset in _NORM_OFFSETS:
                 if (targets := self._trial(offset=offset)) is not None:
                     # Exact, but it made quantized Gemma 3 worse than plain rounding (llm-compressor #2522).
                     if not (offset and scores.normalized & targets.keys()):
-                        yield from self._pattern(targets, "all", offset)
+                        yield from self._pattern(targets, norm_offset=offset)
                     return
             return
         if (targets := self._trial()) is not None:
-            yield from self._pattern(targets, "all")
+            yield from self._pattern(targets)
             return
-        parts: tuple[Part, ...] = ("first", "last")
-        for part in parts:
-            if (targets := self._largest_part(part)) is not None:
-                yield from self._pattern(targets, part)
+        for is_first in (True, False):
+            yield from self._largest_part(is_first)
 
     def _trial(self, rows: slice = slice(None), offset: float = 0.0) -> Targets | None:
         return self.trials.trial(self.index, self.path, rows, offset, whole=self.whole)
 
-    def _largest_part(self, part: Part) -> Targets | None:
-        """Targets that the most first or last rows of a fused projection feed that can be folded."""
+    def _largest_part(self, is_first: bool) -> Iterator[Fold]:
+        """The pattern of the most first or last rows of a fused projection that can be folded."""
         num_rows = len(self.trials.readers[self.index][self.path].get_parameter("weight"))
 
-        def attempt(count: int) -> Targets | None:
-            first = part == "first"
-            return self._trial(slice(0, count) if first else slice(num_rows - count, num_rows))
+        def rows(count: int) -> tuple[int, int]:
+            return (0, count) if is_first else (num_rows - count, num_rows)
 
-        best = attempt(1)
+        best = self._trial(slice(*rows(1)))
         if best is None:
-            return None
+            return
         # Rows can be folded one by one, so a search by halves finds the last.
         low, high = 1, num_rows
         while high - low > 1:
             middle = (low + high) // 2
-            targets = attempt(middle)
+            targets = self._trial(slice(*rows(middle)))
             low, high, best = (low, middle, best) if targets is None else (middle, high, targets)
-        return best
+        yield from self._pattern(best, rows(low))
 
     def _pattern(
-        self, targets: Targets, part: Part, norm_offset: float = 0.0
-    ) -> Iterator[FoldPattern]:
+        self, targets: Targets, rows: tuple[int, int] | None = None, norm_offset: float = 0.0
+    ) -> Iterator[Fold]:
         """The pattern of a proven pair; none where it has no name on disk or another channel order."""
         names = self.trials.model.names[self.index]
         layout = _layout(list(targets.values()))
@@ -126,7 +123,7 @@ class _Source:
             ran = {path for path in ran if expert_number(path) == number}
         if layout is not None and all(path in names for path in targets) and ran == set(targets):
             on_disk = dict.fromkeys(starred(names[path]) for path in targets)
-            yield FoldPattern(starred(names[self.path]), tuple(on_disk), part, *layout, norm_offset)
+            yield Fold(starred(names[self.path]), tuple(on_disk), rows, norm_offset, *layout)
 
 
 def _layout(maps: list[torch.Tensor]) -> tuple[int, int] | None:
@@ -209,7 +206,7 @@ def _problem(family: LayerMap, tensors: dict[str, torch.Tensor]) -> LayerProblem
     )
 
 
-def largest_change(model: RandomModel, patterns: Sequence[LayerPattern]) -> float:
+def largest_change(model: RandomModel, patterns: Sequence[LayerMap]) -> float:
     """Largest change of the logits, relative to the largest, with all pairs of all layers folded."""
     before, layers = model.logits(), random_layers(model, patterns)
     for index, (family, tensors) in enumerate(layers):
@@ -236,7 +233,7 @@ def rounding_noise(model: RandomModel) -> float:
 
 
 def random_layers(
-    model: RandomModel, patterns: Sequence[LayerPattern | None]
+    model: RandomModel, patterns: Sequence[LayerMap | None]
 ) -> list[tuple[LayerMap, dict[str, torch.Tensor]]]:
     """The map of each layer, and copies of its weights and biases by their names on disk."""
     layers = []

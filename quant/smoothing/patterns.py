@@ -1,59 +1,27 @@
-"""Patterns of a layer's smoothing map: names with `*` for an expert's number, and sizes left open.
+"""Patterns of a layer's smoothing map: a `LayerMap` of a small model, with `*` for an expert's number.
 
-They are discovered on a small model and hold for the layer of any size: `family_of_pattern` fills in the
-names and shapes of a checkpoint.
+They hold for the layer of any size: `family_of_pattern` fills in the names and shapes of a checkpoint. A fold
+with `*` in its source is within one expert; with `*` in targets alone it is of every expert. Its `rows` say
+whether all rows feed the targets, the first or the last.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 from ..families.layer_map import Fold, LayerMap
 
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.|$)")
-Part = Literal["all", "first", "last"]
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class FoldPattern:
-    """A foldable pair, as `Fold`, names with `*`: of one expert, or in targets alone, of every expert. `part`
-    are the source's rows that feed the targets."""
-
-    source: str
-    targets: tuple[str, ...]
-    part: Part = "all"
-    groups: int = 1
-    repeats: int = 1
-    norm_offset: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPattern:
-    """Map of a kind of layer: linears and routers by input, foldable pairs in order, and `unclipped`."""
-
-    shared_inputs: tuple[tuple[str, ...], ...]
-    folds: tuple[FoldPattern, ...]
-    unclipped: tuple[str, ...]
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> LayerPattern:
-        """The inverse of `dataclasses.asdict`, after JSON."""
-        folds = [
-            FoldPattern(**{**entry, "targets": tuple(entry["targets"])}) for entry in value["folds"]
-        ]
-        groups = tuple(tuple(group) for group in value["shared_inputs"])
-        return cls(groups, tuple(folds), tuple(value["unclipped"]))
 
 
 def starred(name: str) -> str:
     return _EXPERT.sub("*", name)
 
 
-def family_of_pattern(pattern: LayerPattern, base: LayerMap, shapes: Shapes) -> LayerMap:
+def family_of_pattern(pattern: LayerMap, base: LayerMap, shapes: Shapes) -> LayerMap:
     """Map of one layer, by its linears and the shapes of weights; unknown linears stand alone."""
     linears = set(base.linears)
     names: dict[str, list[str]] = {}  # by pattern, experts in the order of their numbers
@@ -80,7 +48,7 @@ def expert_number(name: str) -> int:
 
 
 def _groups(
-    pattern: LayerPattern, names: Mapping[str, list[str]], linears: set[str]
+    pattern: LayerMap, names: Mapping[str, list[str]], linears: set[str]
 ) -> list[tuple[str, ...]]:
     """The linears by the tensor that they read; experts one after the other."""
     groups: list[tuple[str, ...]] = []
@@ -101,7 +69,7 @@ def _groups(
 
 
 def _folds(
-    entry: FoldPattern, names: Mapping[str, list[str]], shapes: Shapes, linears: set[str]
+    entry: Fold, names: Mapping[str, list[str]], shapes: Shapes, linears: set[str]
 ) -> list[Fold]:
     """The pairs of a pattern in one layer, where their shapes agree."""
     folds = []
@@ -118,17 +86,13 @@ def _folds(
             continue  # a reader is stored in another way, such as fused experts: it cannot be scaled along
         width, count = shapes[targets[0]][-1], shapes[source][0]
         num_rows = width // entry.repeats
-        rows = None
-        if entry.part == "first":
-            rows = (0, num_rows)
-        elif entry.part == "last":
-            rows = (count - num_rows, count)
+        rows = entry.rows
+        if rows is not None:
+            rows = (0, num_rows) if rows[0] == 0 else (count - num_rows, count)
         fits = num_rows * entry.repeats == width and num_rows % entry.groups == 0
-        whole = entry.part != "all" or num_rows == count
+        whole = rows is not None or num_rows == count
         alike = all(shapes[name][-1] == width for name in targets)
         is_norm = len(shapes[source]) == 1
         if fits and whole and alike and (is_norm or source in linears):
-            folds.append(
-                Fold(source, targets, rows, entry.norm_offset, entry.groups, entry.repeats)
-            )
+            folds.append(replace(entry, source=source, targets=targets, rows=rows))
     return folds

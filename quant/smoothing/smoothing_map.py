@@ -7,20 +7,21 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ...base.atomic_io import write_atomically
 from ...base.errors import BadInput
+from ..families.layer_map import Fold, LayerMap
 from ..families.registry import type_of
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
-from .patterns import LayerPattern, Shapes, family_of_pattern, starred
+from .patterns import Shapes, family_of_pattern, starred
 from .small_model import small_config, text_layers
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever discovery says something else: kept answers of another format are not read."""
 _SMALL_ENOUGH = 5_000_000  # parameters of a model that can be taken as it is
 _FEWEST_LAYERS = 4
@@ -29,12 +30,8 @@ _NO_STRUCTURE = frozenset({"_name_or_path", "transformers_version", "architectur
 Kind = frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class KindMap:
-    """The map of a layer of the small model; `kind`: names of its weights, `*` for an expert's number."""
-
-    kind: Kind
-    pattern: LayerPattern
+KindMap = tuple[Kind, LayerMap]
+"""The pattern of a layer of the small model; kind: names of its weights, `*` for an expert's number."""
 
 
 def with_smoothing(checkpoint: Checkpoint, architecture: Architecture) -> Architecture:
@@ -73,11 +70,11 @@ def _shapes(checkpoint: Checkpoint, architecture: Architecture) -> list[Shapes]:
     ]
 
 
-def by_layer(maps: Sequence[KindMap], kinds: Sequence[Kind]) -> list[LayerPattern | None]:
+def by_layer(maps: Sequence[KindMap], kinds: Sequence[Kind]) -> list[LayerMap | None]:
     """The pattern of each layer of these kinds: by its number, or by its kind where layers were cut."""
     if len(maps) == len(kinds):
-        return [entry.pattern for entry in maps]
-    known = {entry.kind: entry.pattern for entry in reversed(maps)}
+        return [pattern for _, pattern in maps]
+    known = dict(reversed(maps))
     return [known.get(kind) for kind in kinds]
 
 
@@ -98,7 +95,7 @@ def _discovered_once(checkpoint: Checkpoint, kinds: Sequence[Kind]) -> list[Kind
         except BadInput as error:
             reason = error
             continue
-        if len(maps) == len(kinds) or set(kinds) <= {entry.kind for entry in maps}:
+        if len(maps) == len(kinds) or set(kinds) <= dict(maps).keys():
             _keep(path, maps)
             return maps
     raise BadInput(
@@ -129,7 +126,7 @@ def discovered_maps(raw: Mapping[str, Any]) -> list[KindMap]:
 
     model = random_model(read_config(raw))
     return [
-        KindMap(frozenset(map(starred, names.values())), pattern)
+        (frozenset(map(starred, names.values())), pattern)
         for names, pattern in zip(model.names, discover(model), strict=True)
     ]
 
@@ -142,25 +139,28 @@ def cache_folder() -> Path:
 def _read(path: Path) -> list[KindMap] | None:
     """A kept answer; None if there is none, or it is damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        known = [
-            KindMap(frozenset(entry["kind"]), LayerPattern.from_dict(entry["pattern"]))
-            for entry in value["kinds"]
-        ]
-        return [known[number] for number in value["layers"]]
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        layers = json.loads(path.read_text(encoding="utf-8"))
+        return [(frozenset(entry["kind"]), _pattern(entry)) for entry in layers]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _pattern(entry: Mapping[str, Any]) -> LayerMap:
+    """A kept pattern, in which JSON made lists of tuples."""
+    folds = []
+    for fold in entry["folds"]:
+        rows = None if fold["rows"] is None else tuple(fold["rows"])
+        folds.append(Fold(**{**fold, "targets": tuple(fold["targets"]), "rows": rows}))
+    groups = tuple(tuple(group) for group in entry["shared_inputs"])
+    return LayerMap(groups, tuple(folds), frozenset(entry["unclipped"]))
 
 
 def _keep(path: Path, answer: Sequence[KindMap]) -> None:
     """Write an answer; a folder that cannot be written costs the next call its time, not this one."""
-    distinct = list(dict.fromkeys(answer))
-    value = {
-        "kinds": [
-            {"kind": sorted(entry.kind), "pattern": asdict(entry.pattern)} for entry in distinct
-        ],
-        "layers": [distinct.index(entry) for entry in answer],
-    }
+    value = [
+        asdict(pattern) | {"kind": sorted(kind), "unclipped": sorted(pattern.unclipped)}
+        for kind, pattern in answer
+    ]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(value).encode())
