@@ -6,7 +6,6 @@ The proof is one of logits: random scales in every fold at once leave them as th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -208,12 +207,10 @@ def _problem(family: LayerMap, tensors: dict[str, torch.Tensor]) -> LayerProblem
 
 def largest_change(model: RandomModel, patterns: Sequence[LayerMap]) -> float:
     """Largest change of the logits, relative to the largest, with all pairs of all layers folded."""
-    before, layers = model.logits(), random_layers(model, patterns)
+    layers = random_layers(model, patterns)
     for index, (family, tensors) in enumerate(layers):
         fold_layer(family, tensors, index)
-    with replaced_tensors(model, [tensors for _, tensors in layers]):
-        after = model.logits()
-    return float((after - before).abs().max() / before.abs().max())
+    return logits_change(model, [tensors for _, tensors in layers])
 
 
 def rounding_noise(model: RandomModel) -> float:
@@ -250,11 +247,9 @@ def random_layers(
     return layers
 
 
-@contextmanager
-def replaced_tensors(
-    model: RandomModel, tensors: Sequence[Mapping[str, torch.Tensor]]
-) -> Iterator[None]:
-    """A context in which weights and biases of the layers have other values, by their names on disk."""
+def logits_change(model: RandomModel, tensors: Sequence[Mapping[str, torch.Tensor]]) -> float:
+    """Largest change of the logits, relative to the largest, with other weights and biases of the layers, by
+    their names on disk."""
     parameters = [dict(_parameters(model, index)) for index in range(len(tensors))]
     changed = [
         (of_layer[name], tensor)
@@ -262,14 +257,16 @@ def replaced_tensors(
         for name, tensor in named.items()
     ]
     former = [parameter.detach().clone() for parameter, _ in changed]
+    before = model.logits()
     with torch.no_grad():
         try:
             for parameter, tensor in changed:
                 parameter.copy_(tensor)
-            yield
+            after = model.logits()
         finally:
             for (parameter, _), values in zip(changed, former, strict=True):
                 parameter.copy_(values)
+    return float((after - before).abs().max() / before.abs().max())
 
 
 def _parameters(model: RandomModel, index: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ follows which channel each input comes from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...base.errors import BadInput, first_line
 from ..base.device import hooks
+from ..stream.calls import tensors_of
 from .small_model import RandomModel
 
 LARGEST_SCALE = 256.0  # far from 1, so that clamps and soft caps show
@@ -78,7 +79,7 @@ class Intervention:
                     handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             handles.append(
                 layer.register_forward_hook(
-                    lambda _, __, output, outputs=outputs: outputs.append(_tensors(output))
+                    lambda _, __, output, outputs=outputs: outputs.append(tensors_of(output))
                 )
             )
             self.outputs.append(outputs)
@@ -124,7 +125,7 @@ class Intervention:
             before = self.outputs[index][0]
 
             def end_layer(_: nn.Module, __: Any, output: Any) -> None:
-                now = _tensors(output)
+                now = tensors_of(output)
                 if len(now) != len(before) or not all(map(_close, now, before)):
                     raise _NotFoldable
                 raise _LayerDone
@@ -204,16 +205,6 @@ def _divided(module: nn.Module, scales: torch.Tensor, rows: slice, offset: float
 
 def _input(arguments: Sequence[Any], named: dict[str, Any]) -> torch.Tensor:
     return arguments[0] if arguments else next(iter(named.values()))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors of a module's output, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, Mapping) else value
-    if not isinstance(parts, Iterable):
-        return []
-    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def _close(now: torch.Tensor, before: torch.Tensor) -> bool:

@@ -215,7 +215,7 @@ def _exact_values(checkpoint: Checkpoint, architecture: Architecture) -> frozens
 
 def _proven(raw: Mapping[str, Any], maps: Sequence[KindMap]) -> frozenset[str]:
     """The value projections of a config's random model whose rotation leaves its logits as they are."""
-    from .discover import random_layers, replaced_tensors
+    from .discover import logits_change, random_layers
     from .small_model import random_model
 
     model = random_model(read_config(raw))
@@ -227,7 +227,6 @@ def _proven(raw: Mapping[str, Any], maps: Sequence[KindMap]) -> frozenset[str]:
     text = text if isinstance(text, dict) else config
     kinds = [frozenset(map(starred, names.values())) for names in model.names]
     layers = random_layers(model, by_layer(maps, kinds))
-    before = model.logits()
 
     def is_exact(value: str) -> bool:
         turned = []
@@ -240,11 +239,8 @@ def _proven(raw: Mapping[str, Any], maps: Sequence[KindMap]) -> frozenset[str]:
                     if (head := heads.get(name.rpartition(".")[0])) is not None
                 }
             )
-        if not any(turned):
-            return False  # heads do not divide them here: nothing is proven
-        with replaced_tensors(model, turned):
-            after = model.logits()
-        return float((after - before).abs().max() / before.abs().max()) <= _SAME_LOGITS
+        # Where heads do not divide them here, nothing is proven.
+        return any(turned) and logits_change(model, turned) <= _SAME_LOGITS
 
     # R2 may be exact between two linears.
     candidates = {
