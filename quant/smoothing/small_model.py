@@ -199,18 +199,7 @@ def _layers_and_names(model: Any) -> tuple[list[nn.Module], list[dict[str, str]]
         with no_progress_bar():
             model.save_pretrained(folder)
         meta_model = MetaModel(with_experts_apart(Checkpoint(Path(folder))))
-        kinds = [type(layer) for layer in meta_model.layers]
-        layers = next(
-            (
-                list(module)[: len(kinds)]
-                for module in model.modules()
-                if isinstance(module, nn.ModuleList)
-                and [type(layer) for layer in module][: len(kinds)] == kinds
-            ),
-            None,
-        )
-        if layers is None:
-            raise BadInput(f"{type(model).__name__} has no list of decoder layers")
+        layers = [model.get_submodule(path) for path in meta_model.paths]
         names = []
         for index, (layer, split) in enumerate(zip(layers, meta_model.layers, strict=True)):
             # Experts that are apart in the layer of the meta model are so here, with empty weights.
