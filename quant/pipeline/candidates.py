@@ -30,10 +30,10 @@ from ..kinds.integer.scheme import IntScheme
 from ..kinds.registry import scheme_record
 from ..methods.options import SchemeOptions
 from ..methods.registry import METHODS
-from ..plan.plan import QuantizePlan, check_widths
-from ..plan.selection import HEAD, Shapes
+from ..plan.plan import QuantizePlan
+from ..plan.selection import HEAD, Shapes, check_widths
 from .cached_calibration import StatisticsFolder, StoredNumbers
-from .divergence import Solved, round_layer, rounded_table, solve_layer, solver_facts
+from .divergence import Solved, rounded, rounded_table, solve_layer, solver_facts
 from .preflight import module_sizes, unquantized_bytes
 from .quantized_layer import HEAD_FAMILY
 from .sensitivity import Sensitivities
@@ -88,7 +88,13 @@ class Search:
     def round_uniform(
         self, prefix: str, weights: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        return round_layer(self.plan, self.schemes[self.uniform], prefix, weights)
+        """The weights of a layer that have a choice, by relative name, rounded to `uniform`."""
+        schemes, named = self.schemes[self.uniform], ((n, f"{prefix}.{n}") for n in weights)
+        return {
+            name: rounded(self.plan, schemes[module], module, weights[name])
+            for name, module in named
+            if module in schemes
+        }
 
     def bytes_of(self, schemes: Mapping[str, Scheme]) -> int:
         """Bytes of the linears with a choice of schemes, where each is one of the candidates'."""

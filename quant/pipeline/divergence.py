@@ -69,20 +69,6 @@ def rounded_table(table: torch.Tensor, block: str) -> torch.Tensor:
     return torch.cat([dequantize_blocks(part, block).to(table.dtype) for part in blocks])
 
 
-def round_layer(
-    plan: QuantizePlan,
-    schemes: Mapping[str, Scheme],
-    prefix: str,
-    weights: Mapping[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    """The weights of a layer that the plan quantizes, rounded; `weights` by name relative to it."""
-    return {
-        name: rounded(plan, schemes[f"{prefix}.{name}"], f"{prefix}.{name}", weight)
-        for name, weight in weights.items()
-        if f"{prefix}.{name}" in schemes
-    }
-
-
 def solve_layer(
     plan: QuantizePlan,
     family: LayerMap,

@@ -33,6 +33,7 @@ from .selection import (
     HEAD,
     TORCH_DTYPES,
     Shapes,
+    check_widths,
     find_head,
     find_ignored,
     find_linears,
@@ -415,17 +416,6 @@ def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:
             f"--seq-len {request.seq_len} is longer than the model's context of {context} tokens"
         )
     return request.seq_len
-
-
-def check_widths(
-    formats: Sequence[WeightFormat], modules: Shapes, schemes: Mapping[str, Scheme]
-) -> None:
-    """Raises BadInput where a format cannot hold the scheme or the shape of a module."""
-    for weight_format in formats:
-        for scheme in dict.fromkeys(schemes.values()):
-            weight_format.check_scheme(scheme)
-        for name, (out_features, in_features) in modules.items():
-            weight_format.check(name, out_features, in_features, schemes[name])
 
 
 def stored(plan: QuantizePlan) -> CheckpointContents:

@@ -150,9 +150,7 @@ def vision_misfits(
     misfits = []
     for name in (name for name in modules if name in vision):
         try:
-            for weight_format in formats:
-                weight_format.check_scheme(schemes[name])
-                weight_format.check(name, *modules[name], schemes[name])
+            check_widths(formats, {name: modules[name]}, {name: schemes[name]})
         except BadInput:
             misfits.append(name)
     text = {name: scheme for name, scheme in schemes.items() if name not in vision}
@@ -174,6 +172,17 @@ TORCH_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float
 BYTES_OF = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 
 Shapes = dict[str, tuple[int, int]]
+
+
+def check_widths(
+    formats: Sequence[WeightFormat], modules: Shapes, schemes: Mapping[str, Scheme]
+) -> None:
+    """Raises BadInput where a format cannot hold the scheme or the shape of a module."""
+    for weight_format in formats:
+        for scheme in dict.fromkeys(schemes.values()):
+            weight_format.check_scheme(scheme)
+        for name, (out_features, in_features) in modules.items():
+            weight_format.check(name, out_features, in_features, schemes[name])
 
 
 def find_linears(checkpoint: Checkpoint, architecture: Architecture) -> Shapes:
