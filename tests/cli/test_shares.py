@@ -74,8 +74,8 @@ def test_a_recipe_refuses_it_too(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", ["threshold", "max_ppl_increase", "min_top1"])
 def test_paired_starts_refuse_it_too(name: str) -> None:
-    build = Build("base", "llmopt")
-    plan = StartsPlan(build, build, (), LimitOptions(**{name: "5"}))
+    build, limits = Build("base", "llmopt"), dict[str, Any]({name: "5"})
+    plan = StartsPlan(build, build, (), LimitOptions(**limits))
     with pytest.raises(BadInput, match="'5' is no share"):
         plan.limits.check()
 

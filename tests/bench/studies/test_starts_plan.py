@@ -104,13 +104,14 @@ def test_the_last_value_of_an_option_counts() -> None:
 
 def test_quality_is_scored_by_the_first_start_alone(tmp_path: Path) -> None:
     builds = Build("base", sys.prefix), Build("new", sys.prefix)
-    for options, limits, scores in (
+    cases: tuple[tuple[tuple[str, ...], dict[str, Any], bool], ...] = (
         ((), {}, False),
         (("--reference", "stories3M"), {}, True),
         ((), {"gate": "kl<=0.01"}, True),
         ((), {"min_top1": "95%"}, True),
         ((), {"gate": "duration<=+10%"}, False),
-    ):
+    )
+    for options, limits, scores in cases:
         plan = StartsPlan(*builds, options, LimitOptions(**limits))
         assert plan.scores_quality() is scores
         for number in (1, 2):
