@@ -74,7 +74,11 @@ def check(
         from .damage import damage
 
         plain = None if reference is None else open_plain(reference)
-        findings += damage(contents.checkpoint, plain)
+        if contents.gguf is not None and contents.refusal:  # of a type that no reader takes
+            problem = f"its values are not compared: {contents.refusal}"
+            findings += [Finding("not-read", str(path), problem, "note")]
+        else:
+            findings += damage(contents.checkpoint, plain)
     return CheckReport(path, contents.method, kinds_of(contents), answers, tuple(findings))
 
 

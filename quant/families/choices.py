@@ -44,24 +44,34 @@ def same_rope(shape: ModelShape, config: Config, theta: float = 10000.0) -> Choi
     return {"ropes": (RopeSpec.from_config(config, theta),) * shape.num_layers}
 
 
+def rope_parts(config: Config) -> list[Any]:
+    """Parameters of each layer's RoPE: one set for all, or one for each of the layer types."""
+    parameters = config["rope_parameters"]
+    parts = [parameters.get(kind) for kind in config.get("layer_types") or ()]
+    if parts and all(isinstance(part, Mapping) for part in parts):
+        return parts
+    return [parameters] * config["num_hidden_layers"]
+
+
+def rope_specs(config: Config) -> tuple[RopeSpec, ...]:
+    """RoPE of each layer of a completed config."""
+    return tuple(
+        RopeSpec.from_config({**config, "rope_parameters": part}) for part in rope_parts(config)
+    )
+
+
 def ropes(config: Config, has_rope: Sequence[bool] | None = None) -> Choices:
-    """RoPE of each layer of a completed config: one for all, or one for each of its layer types. Layers
-    without `has_rope` have none (NoPE). The partial rotary factor sets the rotated width."""
-    parameters, layers = config["rope_parameters"], config["num_hidden_layers"]
-    kinds = config.get("layer_types") or ()
-    by_kind = {kind: parameters.get(kind) for kind in set(kinds)}
-    if by_kind and all(isinstance(part, Mapping) for part in by_kind.values()):
-        specs = [
-            RopeSpec.from_config({**config, "rope_parameters": by_kind[kind]}) for kind in kinds
-        ]
-        part = next(iter(by_kind.values()))
-    else:
-        specs, part = [RopeSpec.from_config(config)] * layers, parameters
+    """RoPE of each layer of a completed config. Layers without `has_rope` have none (NoPE). The partial
+    rotary factor, which all layers share, sets the rotated width."""
+    specs: Sequence[RopeSpec | None] = rope_specs(config)
     if has_rope is not None:
         specs = [spec if flag else None for spec, flag in zip(specs, has_rope, strict=True)]
+    factors = {(part or {}).get("partial_rotary_factor") or 1.0 for part in rope_parts(config)}
+    if len(factors) > 1:
+        parts = " and ".join(map(str, sorted(factors)))
+        raise BadInput(f"config.json: partial_rotary_factor {parts} in one model is not supported")
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    factor = (part or {}).get("partial_rotary_factor") or 1.0
-    return {"ropes": tuple(specs), "rotary_width": int(head_dim * factor)}
+    return {"ropes": tuple(specs), "rotary_width": int(head_dim * factors.pop())}
 
 
 def with_mrope(choose: Choose, *default: int, interleave: bool = False) -> Choose:

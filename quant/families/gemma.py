@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import floor, sqrt
 from typing import Any
 
-from .choices import BIASED_ATTENTION, QK_NORM, experts, kv_source, ropes, same_rope
+from .choices import BIASED_ATTENTION, QK_NORM, experts, kv_source, rope_specs, ropes, same_rope
 from .family import (
     GGUF_ATTENTION,
     GGUF_DENSE,
@@ -102,7 +102,7 @@ _FOUR_NORMS = replace(QK_NORM, norms_per_layer=4)
 def _gemma3n(shape: ModelShape, config: Config) -> Choices:
     inner, sparsity = config["intermediate_sizes"], config["activation_sparsity_pattern"]
     return {
-        "ropes": ropes(config)["ropes"],
+        "ropes": rope_specs(config),
         "names": GEMMA_NORMS,
         "activation": config["hidden_activation"],
         "attention_scale": 1.0,
@@ -142,7 +142,7 @@ _MIXTURE: dict[str, Any] = {
 
 def _gemma4(shape: ModelShape, config: Config) -> Choices:
     sizes = _gemma4_layers(shape, config)
-    pairs = zip(ropes(config)["ropes"], sizes, strict=True)
+    pairs = zip(rope_specs(config), sizes, strict=True)
     # The tokens of an image attend to all of it in layers with a sliding window.
     in_images = config.get("use_bidirectional_attention") == "vision"
     width = config["hidden_size_per_layer_input"] or 0

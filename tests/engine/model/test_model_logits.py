@@ -241,6 +241,15 @@ def test_the_default_of_a_model_type_is_no_other_base_frequency():
     assert spec(model_type="mixtral", rope_theta=None, **both).ropes[0].theta == 1e6
 
 
+def test_parts_of_a_head_that_differ_by_layer_type_are_refused():
+    """One width is rotated in all layers."""
+    parts = zip(BY_KIND.items(), (0.5, 1.0), strict=True)
+    rope = {kind: {**given, "partial_rotary_factor": part} for (kind, given), part in parts}
+    with pytest.raises(BadInput, match=r"partial_rotary_factor 0\.5 and 1\.0 in one model"):
+        types = {"layer_types": [*rope], "num_hidden_layers": len(rope)}
+        spec(model_type="ministral", rope_parameters=rope, **types)
+
+
 def test_a_part_of_each_head_is_not_rotated_where_engines_disagree():
     """vLLM's Llama reads `partial_rotary_factor`; the one of transformers rotates the whole head."""
     for stray in ({"partial_rotary_factor": 0.5}, {"rope_scaling": {"partial_rotary_factor": 0.5}}):

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.quant.check.check import check
@@ -143,6 +144,20 @@ def test_llama_cpp_has_a_kernel_for_every_type_that_is_read_here() -> None:
     known = {code for row in kernel_rows() if row["engine"] == "llama.cpp" for code in row["codes"]}
     assert {*TYPE_SIZES} - {"F32", "F16", "BF16"} <= known
     assert known <= {kind.name for kind in GGMLQuantizationType}
+
+
+def test_the_values_of_a_gguf_of_another_architecture_are_not_compared(tmp_path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path := tmp_path / "t5.gguf", "t5")
+    writer.add_tensor("enc.blk.0.ffn_up.weight", np.ones((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    report = check(path, ["llmopt"], values=True)
+    (note,) = (finding for finding in report.findings if finding.code == "not-read")
+    assert "'t5'" in note.message and report.answer == "does not"
 
 
 def test_a_config_alone_describes_its_codes() -> None:
