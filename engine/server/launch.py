@@ -37,6 +37,10 @@ The event loop waits for it after every system call. With Python's own 5 ms, nex
 thousand connections or writes would take seconds.
 """
 
+BACKLOG, ACCEPTED_AT_A_TIME = 2048, 32
+"""Connections that wait in the kernel, and those that one turn of the event loop accepts: asyncio takes as
+many at once as wait, and a thousand held up every other connection for half a second."""
+
 KERNEL_CACHE_CAPACITY = 128
 """Capacity of oneDNN's and torch's primitive caches: one compiled kernel per GEMM shape."""
 
@@ -93,7 +97,7 @@ def base_url(listener: socket.socket, tls: TlsOptions | None = None) -> str:
 
 def _listen(listener: socket.socket) -> None:
     try:
-        listener.listen()
+        listener.listen(BACKLOG)
     except OSError as error:
         host, port = listener.getsockname()[:2]
         raise _cannot_listen(host, port, error) from error
@@ -194,6 +198,7 @@ class Server(uvicorn.Server):
                 loop="asyncio",
                 ws="none",
                 http=bounded_connections(options),
+                backlog=ACCEPTED_AT_A_TIME,
                 lifespan="on",
                 log_config=None,
                 access_log=False,  # the application has its own access line
@@ -213,6 +218,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._event_loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # which asyncio has lowered to what it accepts at a time
         self._watching = asyncio.ensure_future(self._watch())
 
     async def _watch(self) -> None:

@@ -7,9 +7,12 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+from asyncio import selector_events
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +60,32 @@ def serve_while(
     if failures:
         raise failures[0]
     return is_bounded
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="Linux tells a socket's backlog")
+def test_a_turn_of_the_event_loop_accepts_few_of_many_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """asyncio accepts as many connections at once as it lets wait in the kernel."""
+    listener, accepted = bind("127.0.0.1", 0), []
+    loops: Any = selector_events.BaseSelectorEventLoop
+    start = loops._start_serving
+
+    def watched(*given: Any) -> None:
+        accepted.append(given[5])
+        start(*given)
+
+    monkeypatch.setattr(loops, "_start_serving", watched)
+    waiting = []
+
+    def client(_: str) -> None:
+        state = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+        waiting.append(int.from_bytes(state[28:32], sys.byteorder))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    serve_while(client, listener=listener)
+    limit = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    assert accepted == [launch.ACCEPTED_AT_A_TIME] and waiting == [min(launch.BACKLOG, limit)]
 
 
 def test_while_the_model_loads_every_path_is_503() -> None:
