@@ -39,7 +39,7 @@ class FakeSession(BenchSession):
     def outcome(self) -> tuple[list[bool], int]:
         """(whether each pass of the record is disturbed, how many were rejected)."""
         assert self.run_pass() and self.run_pass()
-        return [one.disturbed for one in self.measured.passes], len(self.measured.rejected)
+        return [taken.disturbed for taken in self.measured.passes], len(self.measured.rejected)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_sweep_over_rates_begins_at_the_serial_rate(monkeypatch: pytest.MonkeyPa
     options = BenchOptions(num_prompts=8, output_len=6, num_threads=1, num_runs=2)
     record = sweep_loads(SweepTarget(options, "rate"), None)
     assert (serial_rate := record["serial_request_rate"]) is not None
-    rates = [one["rate"] for one in record["points"]]
+    rates = [point["rate"] for point in record["points"]]
     assert rates == pytest.approx([serial_rate * 0.5 * 2**n for n in range(len(rates))])
     assert "concurrency" not in record["points"][0]
     assert record["points"][0]["completed"] == 16 and record["points"][0]["num_runs"] == 2
@@ -216,6 +216,6 @@ def test_an_interrupted_sweep_keeps_its_whole_points(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(SweepTarget, "measure", measure)
     options = BenchOptions(num_prompts=4, output_len=4, num_threads=1)
     found = sweep_loads(SweepTarget(options, "concurrency"), [1, 2, 4])
-    assert found["interrupted"] and [one["concurrency"] for one in found["points"]] == [1]
+    assert found["interrupted"] and [point["concurrency"] for point in found["points"]] == [1]
     page = sweep_page(found)
     assert any("interrupted" in note for note in page.warnings)

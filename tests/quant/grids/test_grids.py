@@ -169,5 +169,5 @@ def test_a_grid_of_vectors_gets_its_columns_together(static: bool) -> None:
         error[:, first : first + 4] = weight[:, first : first + 4] - points
     assert float((solved - values).abs().max()) < 1e-5
     plain = grid.round(weight.unflatten(1, (-1, 8)), ()).flatten(1)
-    lost = [float(record.row_errors(weight - one).sum()) for one in (solved, plain)]
+    lost = [float(record.row_errors(weight - rounded).sum()) for rounded in (solved, plain)]
     assert lost[0] < 0.5 * lost[1]
